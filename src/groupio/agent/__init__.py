@@ -1,0 +1,1 @@
+"""The one process per node and user that stages, hashes and flushes what its ranks save."""

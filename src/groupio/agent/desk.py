@@ -1,0 +1,225 @@
+"""Where clients' messages become events, and levels and failures become messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from groupio.agent.peer import Peer, staged_notes
+from groupio.agent.status import status
+from groupio.errors import GroupIOError, InvalidInput, from_wire, to_wire
+from groupio.model import Level
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol import messages as msg
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+    from groupio.agent.job import Job
+
+log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Takes messages of peers; answers them."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def take(self, peer: Peer, message: Any) -> None:
+        """Handle one message; what a broken client sends never hurts another."""
+        try:
+            self._take(peer, message)
+        except InvalidInput as error:
+            log.warning("client of process %d: %s", peer.process.pid, error)
+            self._driver.send(peer, msg.Refused(to_wire(error)))
+            self._driver.disconnect(peer)
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, msg.Hello):
+            self._hello(peer, message)
+            return
+        if isinstance(message, msg.Ask):
+            self._ask(peer, message)
+            return
+        if peer.hello is None or peer.job is None:
+            raise InvalidInput(f"{type(message).__name__} came before Hello")
+        driver = self._driver
+        match message:
+            case msg.OpenSave():
+                self._open(peer, peer.job, message)
+            case msg.Copied(save_id=save_id, wave=wave):
+                driver.tell_machine(ev.WaveCopied(peer.client, save_id, wave))
+            case msg.SaveFailed(save_id=save_id, error=error):
+                self._save_failed(peer, peer.job, save_id, from_wire(error))
+            case msg.Released(save_id=save_id):
+                driver.tell_machine(ev.WriterStopped(peer.client, save_id))
+            case msg.Settle(request_id=request_id):
+                driver.open_store(peer.job)
+                peer.job.settling.append((peer, request_id))
+            case msg.Damaged(digests=digests):
+                log.error("%d damaged chunk(s) in %s", len(digests), peer.job.path)
+                for digest in digests:
+                    peer.job.store.known.discard(digest)
+            case msg.Bye():
+                # It writes to no lease any more, which is all that the arena's fence asks.
+                driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
+                driver.tell_controller(peer.job, ev.MemberGone(peer.client, process_gone=False))
+
+    # -- clients ---------------------------------------------------------
+
+    def _hello(self, peer: Peer, hello: msg.Hello) -> None:
+        driver = self._driver
+        if peer.hello is not None or hello.client_id in driver.clients:
+            raise InvalidInput("a client said Hello twice")
+        if hello.version != msg.PROTOCOL_VERSION:
+            raise InvalidInput(
+                f"the client speaks protocol version {hello.version}, this agent "
+                f"{msg.PROTOCOL_VERSION}; use one release of groupio on a node"
+            )
+        peer.hello = hello
+        peer.job = driver.job_of(os.path.realpath(hello.store), hello)
+        peer.notes = staged_notes(peer.process.pid)
+        driver.clients[hello.client_id] = peer
+        driver.send(
+            peer,
+            msg.Welcome(
+                agent_pid=os.getpid(),
+                version=msg.PROTOCOL_VERSION,
+                log=str(driver.residence.paths.log),
+                notes=peer.notes,
+            ),
+        )
+        if not peer.job.controller.store_open:
+            driver.open_store(peer.job)
+
+    def _open(self, peer: Peer, job: Job, message: msg.OpenSave) -> None:
+        hello = peer.hello
+        assert hello is not None
+        peer.called_at[message.save_id] = message.called_at
+        try:
+            items, layout = self._driver.flushing.tables.get(message.items, message.items_id)
+        except GroupIOError as error:
+            self._refuse(peer, message.save_id, error)
+            return
+        self._driver.flushing.items[peer.client, message.save_id] = items
+        self._driver.tell_machine(
+            ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout)
+        )
+        now = time.monotonic()
+        self._driver.tell_controller(
+            job,
+            ev.MemberOpened(
+                node=self._driver.node,
+                client=peer.client,
+                process=peer.process,
+                rank=hello.rank,
+                world_size=hello.world_size,
+                save_id=message.save_id,
+                epoch=message.epoch,
+                deadline_s=message.deadline_s,
+                elapsed_s=max(0.0, now - message.called_at),
+                at=now,
+                total_bytes=layout.total_bytes,
+                bytes_logical=message.bytes_logical,
+                items_id=message.items_id,
+                replicated=message.replicated,
+                when_full=message.when_full,
+                rewind_to=hello.rewind_to,
+                launch_id=hello.launch_id,
+                metadata=message.metadata,
+            ),
+        )
+
+    def _refuse(self, peer: Peer, save_id: int, error: GroupIOError) -> None:
+        self._driver.send(peer, msg.Failed(save_id, to_wire(error)))
+
+    def _save_failed(self, peer: Peer, job: Job, save_id: int, error: GroupIOError) -> None:
+        self._driver.tell_machine(ev.WriterStopped(peer.client, save_id))
+        found = job.controller.find(peer.client, save_id)
+        if found is not None:
+            self._driver.tell_controller(job, ev.MemberFailed(*found, error))
+
+    # -- answers ---------------------------------------------------------
+
+    def tell(self, effect: fx.TellReached | fx.TellFailed) -> None:
+        """Send a level or a failure to its member, if it is still there."""
+        seat, metrics = effect.seat, self._driver.metrics
+        over = isinstance(effect, fx.TellFailed) or effect.level is Level.DURABLE
+        if over:
+            self._driver.flushing.items.pop((seat.client, seat.save_id), None)
+        if isinstance(effect, fx.TellFailed):
+            self._driver.machine.forget(seat.client, seat.save_id)
+            metrics.add("groupio_groups", 1, str(effect.error.outcome))
+            log.warning("rank %d: %s", seat.rank, effect.error.message)
+        peer = self._driver.clients.get(seat.client)
+        if peer is None:
+            return
+        called_at = (peer.called_at.pop if over else peer.called_at.get)(seat.save_id, None)
+        if isinstance(effect, fx.TellFailed):
+            self._driver.send(peer, msg.Failed(seat.save_id, to_wire(effect.error)))
+            return
+        now = time.monotonic()
+        if called_at is not None:
+            metrics.observe("groupio_level_seconds", now - called_at, str(effect.level))
+        if over:
+            metrics.add("groupio_groups", 1, "committed")
+        self._driver.send(
+            peer,
+            msg.Reached(
+                save_id=seat.save_id,
+                level=str(effect.level),
+                at=now,
+                first_arrival=effect.first_arrival,
+                last_arrival=effect.last_arrival,
+                notes=effect.notes + self._notes(peer, effect.level),
+            ),
+        )
+
+    def _notes(self, peer: Peer, level: Level) -> tuple[str, ...]:
+        if level is Level.STAGED:
+            return peer.notes
+        job = peer.job
+        if level is not Level.DURABLE or job is None:
+            return ()
+        place = ("durable: node-local path, does not survive node loss",)
+        mode = (f"segments: {job.store.io_mode} writes",) if job.store.io_mode else ()
+        return (place if job.controller.node_local else ()) + mode
+
+    def settle(self) -> None:
+        """Answer those who wait for the epochs of earlier incarnations."""
+        for job in self._driver.jobs.values():
+            still = []
+            for peer, request_id in job.settling:
+                if job.controller.opening or job.controller.undecided_for(peer.client):
+                    still.append((peer, request_id))
+                else:
+                    self._driver.send(peer, msg.Settled(request_id))
+            job.settling[:] = [waiting for waiting in still if waiting[0].connected]
+
+    def _ask(self, peer: Peer, message: msg.Ask) -> None:
+        body: dict[str, Any]
+        match message.what:
+            case "status":
+                body = status(self._driver)
+            case "metrics":
+                body = {"text": self._metrics()}
+            case "drain" | "stop":
+                self._driver.drain(abort_unstaged=message.what == "stop")
+                body = {"pid": os.getpid(), "draining": True}
+            case _:
+                raise InvalidInput(f"unknown question {message.what!r}")
+        self._driver.send(peer, msg.Answer(message.request_id, body))
+
+    def _metrics(self) -> str:
+        driver = self._driver
+        for state, size in status(driver)["agent"]["memory"].items():
+            if state != "budget":
+                driver.metrics.set("groupio_memory_bytes", size, state)
+        driver.metrics.set("groupio_memory_budget_bytes", driver.machine.ledger.budget)
+        driver.metrics.set("groupio_clients", len(driver.clients))
+        in_flight = sum(len(job.controller.groups) for job in driver.jobs.values())
+        driver.metrics.set("groupio_groups_in_flight", in_flight)
+        return driver.metrics.render()

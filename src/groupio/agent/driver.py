@@ -1,0 +1,403 @@
+"""The agent's event loop: sockets, processes and timers in; the machines' effects out.
+
+One thread runs the machines. Hashing, writing, the store and the populating of memory have
+threads of their own, which hand their results back as events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import groupio
+from groupio.agent.arena import MemberArena
+from groupio.agent.desk import Desk
+from groupio.agent.flushing import Flushing
+from groupio.agent.identity import Writer, node_name
+from groupio.agent.job import Job
+from groupio.agent.memory import default_budget
+from groupio.agent.metrics import Metrics
+from groupio.agent.peer import Peer
+from groupio.agent.process import Residence
+from groupio.agent.store import JobStore
+from groupio.agent.workers import WorkerPool
+from groupio.client.settings import Settings
+from groupio.errors import GroupIOError
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol import messages as msg
+from groupio.protocol.agent import AgentMachine
+from groupio.protocol.ledger import Ledger
+from groupio.wire import Channel, ChannelClosed
+
+log = logging.getLogger(__name__)
+
+STOP_POLL_S = 0.05
+_NICE = 19
+
+
+class Driver:
+    """The agent of one node: every client, job and byte of staging memory."""
+
+    def __init__(self, settings: Settings, residence: Residence) -> None:
+        self.settings = settings
+        self.residence = residence
+        self.node = node_name()
+        self.writer = Writer.of_this_process()
+        self.started_at = time.monotonic()
+        self.metrics = Metrics()
+        budget = settings.memory_bytes or default_budget()
+        self.machine = AgentMachine(self.node, Ledger(budget))
+        self.jobs: dict[str, Job] = {}
+        self.peers: dict[int, Peer] = {}
+        self.clients: dict[str, Peer] = {}
+        self.arenas: dict[int, MemberArena] = {}
+        self.draining = False
+        self.copies_active = 0
+        self.workers = WorkerPool(copies_active=lambda: self.copies_active)
+        self.flushing = Flushing(self)
+        self.desk = Desk(self)
+        self._numbers = count(1)
+        self._group_job: dict[int, Job] = {}
+        self._queue: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._populating = ThreadPoolExecutor(
+            1, "populate", initializer=lambda: os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        )
+        self._idle_since: float | None = time.monotonic()
+        self._done: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- life ---------------------------------------------------------
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Serve until idle, drained or stopped; ``ready`` is called once clients can connect."""
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self._loop.add_reader(self.residence.listener.fileno(), self._accept)
+        self._loop.call_later(STOP_POLL_S, self._look_around)
+        log.info(
+            "agent %s on node %s, memory budget %d bytes",
+            groupio.__version__,
+            self.node,
+            self.machine.ledger.budget,
+        )
+        ready()
+        await self._done
+        self._loop.remove_reader(self.residence.listener.fileno())
+        for peer in list(self.peers.values()):
+            self._drop(peer)
+        for job in self.jobs.values():
+            job.end()
+        self._populating.shutdown(wait=False, cancel_futures=True)
+        self.workers.close(timeout_s=5.0)
+        for arena in self.arenas.values():
+            arena.close()
+        log.info("agent ends")
+
+    def drain(self, *, abort_unstaged: bool = False) -> None:
+        """Take no new groups, finish what is in flight, then end."""
+        self.draining = True
+        for job in self.jobs.values():
+            self.tell_controller(job, ev.Drain(abort_unstaged))
+
+    def quit(self) -> None:
+        """End now; what is not durable is lost."""
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is in flight."""
+        return all(job.idle for job in self.jobs.values()) and not self.machine.groups
+
+    def _look_around(self) -> None:
+        """Close stores that nobody uses; end when idle or drained."""
+        assert self._loop is not None
+        self._loop.call_later(STOP_POLL_S, self._look_around)
+        for path, job in list(self.jobs.items()):
+            if job.idle and not any(p.job is job for p in self.peers.values()):
+                del self.jobs[path]
+                self._populating.submit(job.end)
+        if not self.idle or (self.clients and not self.draining):
+            self._idle_since = None
+            return
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        if self.draining or now - self._idle_since >= self.settings.idle_s:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Take the socket away; a client that was just connecting starts another agent."""
+        if not self.residence.retire():
+            return
+        self.quit()
+
+    # -- connections ---------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self.residence.listener.accept()
+        except (BlockingIOError, InterruptedError):
+            return
+        channel = Channel(sock, msg.ToAgent)
+        if channel.peer()[1] != os.getuid():
+            log.warning("refused a connection of user %d", channel.peer()[1])
+            channel.close()
+            return
+        peer = Peer.of(channel)
+        assert self._loop is not None
+        self.peers[id(peer)] = peer
+        self._loop.add_reader(channel.fileno(), self._readable, peer)
+        if peer.pidfd >= 0:
+            self._loop.add_reader(peer.pidfd, self._process_ended, peer)
+
+    def _readable(self, peer: Peer) -> None:
+        try:
+            for received in peer.channel.feed():
+                for fd in received.fds:
+                    os.close(fd)
+                self.do(lambda m=received.message: self.desk.take(peer, m))  # type: ignore[misc]
+        except ChannelClosed as error:
+            if str(error) != "the peer closed the connection":
+                log.warning("client %s: %s", peer.hello, error)
+            self.disconnect(peer)
+
+    def send(self, peer: Peer, message: Any, fds: tuple[int, ...] = ()) -> None:
+        """Send without waiting; a client that is gone gets nothing."""
+        if not peer.connected:
+            return
+        try:
+            if not peer.channel.enqueue(message, fds):
+                assert self._loop is not None
+                self._loop.add_writer(peer.channel.fileno(), self._writable, peer)
+        except ChannelClosed as error:
+            log.warning("client %s: %s", peer.client, error)
+            self.disconnect(peer)
+
+    def _writable(self, peer: Peer) -> None:
+        assert self._loop is not None
+        try:
+            if peer.channel.flush():
+                self._loop.remove_writer(peer.channel.fileno())
+        except ChannelClosed:
+            self.disconnect(peer)
+
+    def disconnect(self, peer: Peer) -> None:
+        """The connection is over; the process behind it may live on."""
+        if peer.connected:
+            assert self._loop is not None
+            self._loop.remove_writer(peer.channel.fileno())
+            self._loop.remove_reader(peer.channel.fileno())
+            peer.connected = False
+            peer.channel.close()
+            if peer.hello is not None:
+                # Where the process cannot be watched, the end of its socket has to do.
+                self.member_gone(peer, process_gone=peer.process_gone or peer.pidfd < 0)
+        self._forget_if_over(peer)
+
+    def _process_ended(self, peer: Peer) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(peer.pidfd)
+        # What it sent before its end still counts.
+        if peer.connected:
+            self._readable(peer)
+        peer.process_gone = True
+        if peer.hello is not None:
+            self.member_gone(peer, process_gone=True)
+        os.close(peer.pidfd)
+        peer.pidfd = -1
+        self.disconnect(peer)
+
+    def member_gone(self, peer: Peer, *, process_gone: bool) -> None:
+        """Tell the machines that a client is gone."""
+        event = ev.MemberGone(peer.client, process_gone)
+        if peer.job is not None:
+            self.tell_controller(peer.job, event)
+        self.tell_machine(event)
+
+    def _forget_if_over(self, peer: Peer) -> None:
+        if peer.connected or peer.pidfd >= 0:
+            return
+        self.peers.pop(id(peer), None)
+        if peer.hello is not None and self.clients.get(peer.client) is peer:
+            del self.clients[peer.client]
+
+    def _drop(self, peer: Peer) -> None:
+        if peer.connected:
+            peer.connected = False
+            peer.channel.close()
+        if peer.pidfd >= 0:
+            os.close(peer.pidfd)
+            peer.pidfd = -1
+
+    # -- machines ---------------------------------------------------------
+
+    def do(self, step: Callable[[], None]) -> None:
+        """Run ``step`` after the steps before it: effects keep their order."""
+        self._queue.append(step)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                try:
+                    self._queue.popleft()()
+                except Exception:
+                    # A broken invariant stops the agent with evidence; it never goes on.
+                    log.critical("the agent ends because of a defect", exc_info=True)
+                    self.quit()
+                    raise
+        finally:
+            self._running = False
+        self.copies_active = self.machine.copies_active
+        self.desk.settle()
+
+    def post(self, step: Callable[[], None]) -> None:
+        """Like :meth:`do`, from any thread."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self.do, step)
+        except RuntimeError:
+            log.info("an event came after the end of the loop")
+
+    def job_of(self, path: str, hello: msg.Hello) -> Job:
+        """The job that owns the store at ``path``."""
+        job = self.jobs.get(path)
+        if job is None:
+            name = hello.job or os.path.basename(path) or "job"
+            store = JobStore(path, name, self.node, self.writer, hello.file_mode)
+            job = Job(path, store, self._numbers, lambda e: None, self.flushing.delete_segments)
+            job.answer = lambda e, job=job: self.post(  # type: ignore[misc]
+                lambda: self.tell_controller(job, e)
+            )
+            self.jobs[path] = job
+        return job
+
+    def tell_controller(self, job: Job, event: ev.ControllerEvent) -> None:
+        """Feed an event to a controller and execute its effects."""
+        self.do(lambda: self._run(job, job.controller.handle(event)))
+        if isinstance(event, ev.StoreOpened):
+            self.do(lambda: self._stand_by(job))
+
+    def tell_machine(self, event: Any) -> None:
+        """Feed an event to the agent machine and execute its effects."""
+        self.do(lambda: self._run(None, self.machine.handle(event)))
+
+    def open_store(self, job: Job) -> None:
+        """Open the job's store if there is one, ahead of its first save."""
+        self.do(lambda: self._run(job, job.controller.open_store(create=False)))
+
+    def _stand_by(self, job: Job) -> None:
+        for peer in self.clients.values():
+            if peer.job is job and peer.connected and peer.hello is not None:
+                length = job.store.lease_bytes.get(peer.hello.rank, 0)
+                if length:
+                    self._run(None, self.machine.standby(peer.client, length))
+
+    def _run(self, job: Job | None, effects: list[fx.Effect]) -> None:
+        for effect in effects:
+            self.do(lambda e=effect: self._execute(job, e))  # type: ignore[misc]
+
+    def _execute(self, job: Job | None, effect: fx.Effect) -> None:
+        match effect:
+            case fx.TellReached() | fx.TellFailed():
+                self.desk.tell(effect)
+            case fx.AdmitGroup(group=group):
+                assert job is not None
+                self._group_job[group] = job
+                self.tell_machine(effect)
+            case fx.StartCopy() | fx.AbortGroup():
+                self.tell_machine(effect)
+            case fx.CloseGroup(group=group):
+                self.tell_machine(effect)
+                self.do(lambda: self._group_closed(group))
+            case fx.Report(event=event):
+                self.tell_controller(self._group_job[event.group], event)
+            case fx.StartTimer() | fx.StopTimer():
+                assert job is not None
+                self._timer(job, effect)
+            case fx.OpenArena(arena=arena, client=client):
+                self.arenas[arena] = MemberArena()
+                self.send(self.clients[client], msg.Arena(), (self.arenas[arena].fd,))
+            case fx.CloseArena(arena=arena):
+                self.arenas.pop(arena).close()
+            case fx.Punch(arena=arena, offset=offset, length=length):
+                self.arenas[arena].punch(offset, length)
+            case fx.Populate():
+                self._populate(effect)
+            case fx.GrantLease():
+                self._grant(effect)
+            case fx.StartJob() | fx.AddWave() | fx.FinishJob() | fx.CancelJob() | fx.EndJob():
+                self.flushing.execute(effect)
+            case _:
+                assert job is not None
+                job.execute(effect)
+
+    def job_of_group(self, group: int) -> Job:
+        """The job that the group belongs to."""
+        return self._group_job[group]
+
+    def _group_closed(self, group: int) -> None:
+        self._group_job.pop(group, None)
+
+    def _timer(self, job: Job, effect: fx.StartTimer | fx.StopTimer) -> None:
+        name = (job.path, effect.name)
+        handle = self._timers.pop(name, None)
+        if handle is not None:
+            handle.cancel()
+        if isinstance(effect, fx.StartTimer):
+            assert self._loop is not None
+            self._timers[name] = self._loop.call_later(effect.delay_s, self._fire, job, effect.name)
+
+    def _fire(self, job: Job, name: str) -> None:
+        self._timers.pop((job.path, name), None)
+        self.tell_controller(job, ev.TimerFired(name))
+
+    # -- memory ---------------------------------------------------------
+
+    def _grant(self, effect: fx.GrantLease) -> None:
+        peer = self.clients.get(effect.client)
+        if peer is None:
+            return
+        wave, arena = effect.wave, self.arenas[effect.arena]
+        if wave.virt_hi > wave.virt_lo:
+            arena.map(effect.offset, wave.virt_hi - wave.virt_lo)
+        message = msg.Grant(
+            save_id=effect.save_id,
+            key=effect.key,
+            wave=effect.number,
+            waves=effect.waves,
+            offset=effect.offset,
+            virt_lo=wave.virt_lo,
+            virt_hi=wave.virt_hi,
+            chunk_lo=wave.chunk_lo,
+            chunk_hi=wave.chunk_hi,
+        )
+        self.send(peer, message)
+
+    def _populate(self, effect: fx.Populate) -> None:
+        arena = self.arenas[effect.arena]
+
+        def populate() -> None:
+            try:
+                arena.populate(effect.offset, effect.length)
+            except (GroupIOError, OSError, ValueError) as error:
+                log.warning("memory was not prepared ahead of its use: %s", error)
+                return
+            self.post(announce)
+
+        def announce() -> None:
+            peer = self.clients.get(effect.client)
+            if peer is not None and arena.fd >= 0:
+                self.send(peer, msg.Standby(effect.offset, effect.length))
+
+        self._populating.submit(populate)

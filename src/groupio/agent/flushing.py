@@ -1,0 +1,146 @@
+"""Executes the agent machine's orders about flush jobs."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from groupio.agent.pipeline import FlushJob
+from groupio.errors import GroupIOError, StagingFull
+from groupio.format.items import decode_items, items_id
+from groupio.model import ItemSpec, NodeReport
+from groupio.plan.layout import Layout, lay_out
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+
+log = logging.getLogger(__name__)
+
+TABLES_KEPT = 64
+"""Decoded item tables that are kept: the ranks of a job send the same few again and again."""
+
+
+@dataclass(slots=True)
+class Tables:
+    """Item tables and their layouts by id, the least recently used ones forgotten."""
+
+    _kept: OrderedDict[bytes, tuple[tuple[ItemSpec, ...], Layout]] = field(
+        default_factory=OrderedDict
+    )
+
+    def get(self, encoded: bytes, claimed_id: bytes) -> tuple[tuple[ItemSpec, ...], Layout]:
+        """The items and layout of an encoded table. FormatError or InvalidInput if it is bad."""
+        kept = self._kept.get(claimed_id)
+        if kept is None:
+            items = decode_items(encoded)
+            kept = (items, lay_out(items))
+            if items_id(encoded) != claimed_id:
+                return kept
+            self._kept[claimed_id] = kept
+            if len(self._kept) > TABLES_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(claimed_id)
+        return kept
+
+
+class Flushing:
+    """The flush jobs of the node, by group."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._jobs: dict[int, FlushJob] = {}
+        self.tables = Tables()
+        self.items: dict[tuple[str, int], tuple[ItemSpec, ...]] = {}
+        """The items of each client's save that is not over."""
+
+    def execute(self, effect: fx.Effect) -> None:
+        """Execute one effect that concerns a flush job."""
+        match effect:
+            case fx.StartJob():
+                self._start(effect)
+            case fx.AddWave():
+                self._add(effect)
+            case fx.FinishJob(group=group):
+                self._jobs[group].finish()
+            case fx.CancelJob(group=group):
+                self._jobs[group].cancel(lambda: self._post(ev.JobIdle(group)))
+            case fx.EndJob(group=group, delete_segments=delete):
+                self._end(group, delete)
+
+    def delete_segments(self, group: int) -> None:
+        """Delete what an idle job wrote; called from the store's thread."""
+        job = self._jobs.get(group)
+        if job is not None:
+            job.delete_segments()
+
+    def _post(self, event: object) -> None:
+        self._driver.post(lambda: self._driver.tell_machine(event))
+
+    def _start(self, effect: fx.StartJob) -> None:
+        group = effect.group
+        store = self._driver.job_of_group(group).store
+
+        def done(report: NodeReport) -> None:
+            self._post(ev.JobStored(group, report))
+
+        def failed(error: GroupIOError) -> None:
+            self._post(ev.JobFailed(group, error))
+
+        self._jobs[group] = FlushJob(
+            backend=store.backend,
+            store_id=store.backend.identity[0],
+            key=effect.key,
+            node=self._driver.node,
+            write=effect.store,
+            known=store.known if effect.store else None,
+            workers=self._driver.workers,
+            on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
+            on_done=done,
+            on_error=failed,
+        )
+
+    def _add(self, effect: fx.AddWave) -> None:
+        wave = effect.wave
+        items = self.items[effect.client, effect.save_id]
+        machine = self._driver.machine.groups[effect.group]
+        layout = machine.leases[effect.rank].layout
+        length = wave.virt_hi - wave.virt_lo
+        try:
+            view = (
+                self._driver.arenas[effect.arena].map(effect.offset, length)
+                if length
+                else memoryview(b"")
+            )
+        except OSError as error:
+            full = StagingFull(
+                f"The agent cannot map {length} bytes of rank {effect.rank}: {error}; lower "
+                "memory_bytes.",
+                needed=length,
+            )
+            self._post(ev.JobFailed(effect.group, full))
+            return
+        self._jobs[effect.group].add_wave(
+            effect.rank,
+            effect.number,
+            items,
+            layout,
+            wave.chunk_lo,
+            wave.chunk_hi,
+            view,
+            wave.virt_lo,
+        )
+
+    def _end(self, group: int, delete: bool) -> None:
+        flush = self._jobs.pop(group)
+        counts, metrics = flush.counts(), self._driver.metrics
+        metrics.add("groupio_hashed_bytes", counts.hashed_bytes)
+        metrics.add("groupio_hashed_chunks", counts.hashed_chunks)
+        metrics.add("groupio_duplicate_bytes", counts.duplicate_bytes, "epoch")
+        metrics.add("groupio_duplicate_bytes", counts.known_bytes, "store")
+        metrics.add("groupio_written_bytes", counts.new_bytes)
+        if delete:
+            self._driver.job_of_group(group).run(flush.delete_segments)

@@ -1,0 +1,299 @@
+"""What makes the agent a process of its own: its directory, locks, socket and detachment.
+
+All agents and clients of one user on one node meet in the runtime directory::
+
+    agent-<version>.sock    where clients connect; its presence alone proves nothing
+    agent-<version>.lock    held (flock) by whoever starts or retires an agent
+    agent-<version>.alive   held (flock) by a running agent for its whole life
+    agent-<version>.log     its log, rotated
+
+Locks belong to open files, so the end of a process, however it comes, frees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import select
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupio import wire
+from groupio.errors import AgentLost, InvalidInput
+
+_LOCK_POLL_S = 0.005
+_READY_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimePaths:
+    """The files of one version's agent; ``directory`` is private to the user."""
+
+    directory: Path
+    socket: Path
+    lock: Path
+    alive: Path
+    log: Path
+
+
+def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
+    """Where the agent of ``version`` lives; creates nothing.
+
+    ``configured`` (the setting) wins, then $XDG_RUNTIME_DIR/groupio, then /tmp/groupio-<uid>.
+    InvalidInput when ``configured`` is not an absolute path.
+    """
+    if configured is not None:
+        directory = Path(configured)
+        if not directory.is_absolute():
+            raise InvalidInput(
+                f"the runtime directory {configured!r} is not absolute; give the full path, since "
+                "the agent does not share the working directory of its clients"
+            )
+    else:
+        session = os.environ.get("XDG_RUNTIME_DIR", "")
+        if os.path.isabs(session) and os.path.isdir(session):
+            directory = Path(session, "groupio")
+        else:
+            directory = Path(f"/tmp/groupio-{os.getuid()}")
+    stem = f"agent-{version}"
+    return RuntimePaths(
+        directory=directory,
+        socket=directory / f"{stem}.sock",
+        lock=directory / f"{stem}.lock",
+        alive=directory / f"{stem}.alive",
+        log=directory / f"{stem}.log",
+    )
+
+
+def make_runtime_dir(paths: RuntimePaths) -> None:
+    """Create the runtime directory (mode 0700), or check the one that is there.
+
+    InvalidInput when it is a link, is not a directory, belongs to somebody else or can be written
+    by others: whoever can write there could pose as the agent.
+    """
+    directory = paths.directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        status = directory.lstat()
+    except OSError as error:
+        raise InvalidInput(
+            f"the runtime directory {directory} cannot be made: {error.strerror}; set "
+            "GROUPIO_RUNTIME_DIR to a directory of your own"
+        ) from error
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        problem = "is a symbolic link or not a directory"
+    elif status.st_uid != os.getuid():
+        problem = f"belongs to user {status.st_uid}, not to {os.getuid()}"
+    elif stat.S_IMODE(status.st_mode) & 0o022:
+        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o}, want 0700)"
+    else:
+        return
+    raise InvalidInput(
+        f"the runtime directory {directory} {problem}; correct it or set GROUPIO_RUNTIME_DIR to "
+        "a directory of your own"
+    )
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+def try_lock(path: Path) -> int | None:
+    """A descriptor that holds the exclusive flock of ``path``, or None when another holds it.
+
+    The lock lasts until the descriptor is closed. OSError when the file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def starter_lock(paths: RuntimePaths, deadline: float) -> Iterator[None]:
+    """Hold the starter's lock; ``deadline`` is a reading of ``time.monotonic``.
+
+    AgentLost when another process held it all the time.
+    """
+    while (fd := try_lock(paths.lock)) is None:
+        if time.monotonic() >= deadline:
+            raise AgentLost(
+                f"another process kept starting an agent in {paths.directory} until the time ran "
+                f"out; look into {paths.log}",
+                log=str(paths.log),
+            )
+        time.sleep(_LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_alive(paths: RuntimePaths) -> bool:
+    """Whether an agent of this version holds its life lock."""
+    fd = try_lock(paths.alive)
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+def holder_pid(paths: RuntimePaths) -> int | None:
+    """The process id that the last agent wrote into its life lock, if it can be read."""
+    try:
+        return int(paths.alive.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+# -- the agent's side ------------------------------------------------------------------------------
+
+
+class Residence:
+    """A running agent's hold on the runtime directory: its life lock and its listening socket."""
+
+    def __init__(self, paths: RuntimePaths, alive_fd: int, listener: socket.socket) -> None:
+        self.paths = paths
+        self.listener = listener
+        self._alive_fd = alive_fd
+
+    @classmethod
+    def take(cls, paths: RuntimePaths) -> Residence:
+        """Take the life lock, then bind the socket (replacing that of a dead agent).
+
+        The caller (or the process that started it) holds the starter's lock. AgentLost when
+        another agent of this version lives.
+        """
+        alive_fd = try_lock(paths.alive)
+        if alive_fd is None:
+            raise AgentLost(
+                f"an agent (process {holder_pid(paths)}) already serves {paths.directory}",
+                log=str(paths.log),
+            )
+        try:
+            os.ftruncate(alive_fd, 0)
+            os.pwrite(alive_fd, f"{os.getpid()}\n".encode(), 0)
+            # The name can only be a dead agent's: a living one would hold the life lock.
+            paths.socket.unlink(missing_ok=True)
+            listener = wire.listen(paths.socket)
+        except BaseException:
+            os.close(alive_fd)
+            raise
+        return cls(paths, alive_fd, listener)
+
+    def retire(self) -> bool:
+        """Take the socket's name away, so that new clients start another agent.
+
+        False, and nothing is changed, while somebody is just starting one (who may be about to
+        connect here): try again later. After True, accept once more: a client may have connected
+        before the name went.
+        """
+        lock = try_lock(self.paths.lock)
+        if lock is None:
+            return False
+        try:
+            self.paths.socket.unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+        return True
+
+    def close(self) -> None:
+        """Close the socket and free the life lock; the last thing an agent does."""
+        self.listener.close()
+        os.close(self._alive_fd)
+
+
+class ReadySignal:
+    """The pipe through which a starting agent tells its starter how it went; used once."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_inheritable(fd, False)
+
+    def ready(self) -> None:
+        """Say that clients can connect."""
+        self._say({"ready": True, "pid": os.getpid()})
+
+    def failed(self, reason: str) -> None:
+        """Say that the agent ends, and why, in one sentence."""
+        self._say({"ready": False, "reason": reason[:4000]})
+
+    def _say(self, answer: dict[str, object]) -> None:
+        try:
+            os.write(self._fd, json.dumps(answer).encode())
+        except BrokenPipeError:
+            pass  # the starter gave up waiting or died: the agent serves whoever comes next
+        finally:
+            os.close(self._fd)
+
+
+def read_ready(fd: int, deadline: float) -> dict[str, object] | None:
+    """What :class:`ReadySignal` said, or None when its process ended without a word.
+
+    ``deadline`` is a reading of ``time.monotonic``; TimeoutError after it.
+    """
+    data = b""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while len(data) < _READY_BYTES_MAX:
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError("the agent did not get ready in time")
+        piece = os.read(fd, _READY_BYTES_MAX)
+        if not piece:
+            break
+        data += piece
+    if not data:
+        return None
+    answer = json.loads(data)
+    return answer if isinstance(answer, dict) else None
+
+
+def detach(*, double_fork: bool = True) -> None:
+    """Leave the starter's session, process group, working directory and umask.
+
+    Only while the process has one thread. With ``double_fork`` the caller goes on in a child
+    whose parent is gone: the starter never has a zombie and the agent never gets a terminal.
+    """
+    if double_fork and os.fork() > 0:
+        os._exit(0)
+    # A process group's leader (a shell's job) cannot make a session; it is one already.
+    if os.getpid() != os.getpgrp():
+        os.setsid()
+    os.chdir("/")
+    os.umask(0o077)
+
+
+def redirect_stdio(log: Path) -> None:
+    """Let standard input read nothing, and standard output and error go to ``log``."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for fd in (null, out):
+        if fd > 2:
+            os.close(fd)
+
+
+def raise_fd_limit() -> int:
+    """Raise the soft limit of open files to the hard one; returns the limit now in force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

@@ -1,0 +1,194 @@
+"""What a new controller does with what earlier ones left undecided in a store.
+
+An attempt is undecided when it has an in-flight record, a prepared record or segments, and no
+decision. A whole prepared record is completed: everything that it names was durable before it was
+written. Every other attempt is aborted, and its segments are deleted after the abort is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+
+from groupio.agent.identity import Writer, process_start
+from groupio.backend.posix import PosixBackend
+from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
+from groupio.format.manifest import ManifestReader
+from groupio.format.records import (
+    AbortRecord,
+    InflightRecord,
+    RecordKind,
+    decode_inflight,
+    decode_lineage,
+    decode_record_kind,
+    encode_abort,
+    parse_key,
+    parse_segment_name,
+)
+from groupio.model import DecisionKey, Lineage
+from groupio.protocol import events as ev
+
+log = logging.getLogger(__name__)
+
+OTHER_AGENT_WAIT_S = 30.0
+"""How long an attempt of another living agent on this node may take to be decided."""
+
+_POLL_S = 0.1
+
+
+def recover(
+    backend: PosixBackend, writer: Writer, job: str, held: frozenset[DecisionKey]
+) -> ev.StoreState:
+    """Decide every undecided attempt that is not ``held`` here, then list the store.
+
+    Raises StorageError when another living agent of this node does not decide its attempt in time.
+    """
+    committed, aborted, incarnation = _decisions(backend)
+    decided = {c.key for c in committed} | set(aborted)
+    segments = _segments(backend)
+    for key in sorted(_attempts(backend) | set(segments)):
+        if key in held:
+            continue
+        inflight = _inflight(backend, key)
+        incarnation = max(incarnation, inflight.incarnation if inflight is not None else 0)
+        if key not in decided:
+            if _await_owner(backend, key, inflight, writer):
+                return recover(backend, writer, job, held)
+            found = _complete(backend, key)
+            if found is None:
+                _abort(backend, key, inflight)
+                aborted.append(key)
+            else:
+                committed.append(found)
+        if key in aborted:
+            for name in segments.get(key, ()):
+                backend.delete("segments", name)
+        backend.delete("prepared", str(key))
+        backend.delete("inflight", str(key))
+    return ev.StoreState(job, _lineages(backend), tuple(committed), tuple(aborted), incarnation)
+
+
+def _decisions(
+    backend: PosixBackend,
+) -> tuple[list[ev.CommittedEpoch], list[DecisionKey], int]:
+    committed: list[ev.CommittedEpoch] = []
+    aborted: list[DecisionKey] = []
+    incarnation = 0
+    for name in backend.list("epochs"):
+        key = parse_key(name)
+        if key is None:
+            continue
+        try:
+            with backend.reader("epochs", name) as reader:
+                kind = decode_record_kind(reader.read(0, min(reader.size, 64)))
+                if kind is not RecordKind.COMMIT:
+                    aborted.append(key)
+                    continue
+                header = ManifestReader(reader.read, reader.size, reader.path).header
+        except (IntegrityError, FormatError) as error:
+            # The attempt is decided, whatever it was; its number is never used again.
+            log.warning("the decision of %s cannot be read: %s", name, error)
+            committed.append(ev.CommittedEpoch(key, 0, b""))
+            continue
+        committed.append(ev.CommittedEpoch(key, header.incarnation, header.content_id))
+        incarnation = max(incarnation, header.incarnation)
+    return committed, aborted, incarnation
+
+
+def _attempts(backend: PosixBackend) -> set[DecisionKey]:
+    names = [*backend.list("inflight"), *backend.list("prepared")]
+    return {key for name in names if (key := parse_key(name)) is not None}
+
+
+def _segments(backend: PosixBackend) -> dict[DecisionKey, list[str]]:
+    found: dict[DecisionKey, list[str]] = {}
+    for name in backend.list("segments"):
+        parsed = parse_segment_name(name)
+        if parsed is not None:
+            found.setdefault(parsed[0], []).append(name)
+    return found
+
+
+def _lineages(backend: PosixBackend) -> tuple[Lineage, ...]:
+    return tuple(
+        decode_lineage(backend.read("lineages", name), f"{backend.path}/lineages/{name}")
+        for name in sorted(backend.list("lineages"))
+        if name.isdecimal()
+    )
+
+
+def _inflight(backend: PosixBackend, key: DecisionKey) -> InflightRecord | None:
+    try:
+        data = backend.read("inflight", str(key))
+        return decode_inflight(data, f"{backend.path}/inflight/{key}")
+    except (NotFound, IntegrityError, FormatError):
+        # Not durable by design: a power cut may leave it empty or take it away.
+        return None
+
+
+def _await_owner(
+    backend: PosixBackend, key: DecisionKey, record: InflightRecord | None, writer: Writer
+) -> bool:
+    """Wait for another living agent of this node to decide; True when it did."""
+    if record is None or not _lives(record, writer):
+        return False
+    deadline = time.monotonic() + OTHER_AGENT_WAIT_S
+    while _lives(record, writer):
+        if backend.exists("epochs", str(key)):
+            return True
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"Another agent (pid {record.pid}) has epoch {key.epoch} in flight in "
+                f"{backend.path}; wait until it is done, or drain it with `groupio agent drain`.",
+                path=backend.path,
+            )
+        time.sleep(_POLL_S)
+    return backend.exists("epochs", str(key))
+
+
+def _lives(record: InflightRecord, writer: Writer) -> bool:
+    if record.boot_id != writer.boot_id or record.host != writer.host:
+        return False
+    if (record.pid, record.pid_start) == (writer.pid, writer.pid_start) or not record.pid_start:
+        return False
+    return os.path.exists(f"/proc/{record.pid}") and process_start(record.pid) == record.pid_start
+
+
+def _complete(backend: PosixBackend, key: DecisionKey) -> ev.CommittedEpoch | None:
+    """Commit the attempt if its prepared record is whole; None when it is not."""
+    if not backend.exists("prepared", str(key)):
+        return None
+    try:
+        with backend.reader("prepared", str(key)) as reader:
+            manifest = ManifestReader(reader.read, reader.size, reader.path)
+            manifest.verify_structure()
+            for segment in manifest.segments:
+                if backend.size("segments", segment.name) != segment.bytes:
+                    return None
+            header = manifest.header
+    except (IntegrityError, FormatError, NotFound) as error:
+        log.warning("the prepared record of %s is refused: %s", key, error)
+        return None
+    backend.sync_folder("segments")
+    if not backend.commit_prepared(key):
+        return None
+    log.info("completed epoch %d, prepared by an earlier agent", key.epoch)
+    return ev.CommittedEpoch(key, header.incarnation, header.content_id)
+
+
+def _abort(backend: PosixBackend, key: DecisionKey, record: InflightRecord | None) -> None:
+    abort = AbortRecord(
+        key=key,
+        incarnation=record.incarnation if record is not None else 0,
+        reason="its agent ended before the epoch was prepared",
+        members=(),
+        write_id=uuid.uuid4().hex,
+        at=time.time(),
+    )
+    try:
+        backend.put_if_absent("epochs", str(key), encode_abort(abort))
+    except GroupIOError as error:
+        log.error("the abort of %s could not be decided: %s", key, error)
+        raise

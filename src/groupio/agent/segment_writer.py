@@ -1,0 +1,221 @@
+"""The segments of one flush job: where chunks are appended, and how they come to rest.
+
+Places are given in order, under a lock, before the bytes are ready; writes then go to disjoint
+ranges from any thread, neighbours joined into one large write.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from groupio.agent.hashing import Placement, place
+from groupio.backend.base import SEGMENTS, Backend, SegmentFile
+from groupio.errors import GroupIOError
+from groupio.format.records import segment_name
+from groupio.format.segment import SegmentHeader, encode_footer, encode_header
+from groupio.model import PAGE_BYTES, DecisionKey, SegmentRef
+
+SEGMENT_BYTES = 4 << 30
+"""A segment that reaches this size is closed and another one started."""
+
+WRITE_BYTES = 16 << 20
+"""Neighbouring batches are joined up to this size of one write."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment file on its way; ``end`` is where the next chunk goes."""
+
+    seq: int
+    name: str
+    end: int = PAGE_BYTES
+    pending: int = 0
+    """Places given whose bytes are not written yet."""
+    full: bool = False
+    file: SegmentFile | None = None
+    size: int | None = None
+    """Bytes of the finished, flushed file."""
+    digests: list[bytes] = field(default_factory=list)
+    lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    offsets: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Place(NamedTuple):
+    """Where appended chunks go: ``offsets`` int64[n] in the segment, ``start`` of the first."""
+
+    segment: Segment
+    start: int
+    offsets: npt.NDArray[np.int64]
+    placement: Placement
+
+
+class Batch(NamedTuple):
+    """Whole pages for one range of a segment; ``owner`` is the pipeline's."""
+
+    seq: int
+    start: int
+    nbytes: int
+    number: int
+    """Tells batches apart in a heap."""
+    views: list[memoryview]
+    bounce: mmap.mmap | None
+    owner: Any
+    segment: Segment
+
+
+class SegmentWriter:
+    """Appends chunks to ``<key>-<node>-<seq>.seg`` files; thread-safe.
+
+    Nothing is created before the first chunk comes.
+    """
+
+    def __init__(self, backend: Backend, *, store_id: str, key: DecisionKey, node: str) -> None:
+        self._backend = backend
+        self._store_id = store_id
+        self._key = key
+        self._node = node
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._waiting: list[Batch] = []
+        self._number = 0
+
+    def append(self, digests: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> Place:
+        """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
+        placement = place(lengths)
+        with self._lock:
+            segment = self._with_room(placement.nbytes)
+            start = segment.end
+            offsets = start + placement.offsets
+            segment.end += placement.nbytes
+            segment.pending += 1
+            segment.digests.extend(digests)
+            segment.lengths.append(lengths)
+            segment.offsets.append(offsets)
+        return Place(segment, start, offsets, placement)
+
+    def put(
+        self, where: Place, views: list[memoryview], bounce: mmap.mmap | None, owner: Any
+    ) -> None:
+        """Queue the bytes of a place; each view is whole pages."""
+        segment = where.segment
+        with self._lock:
+            self._number += 1
+            batch = Batch(
+                segment.seq,
+                where.start,
+                where.placement.nbytes,
+                self._number,
+                views,
+                bounce,
+                owner,
+                segment,
+            )
+            heappush(self._waiting, batch)
+
+    def take(self) -> list[Batch]:
+        """The next neighbouring batches, WRITE_BYTES at most; none when nothing is queued."""
+        with self._lock:
+            if not self._waiting:
+                return []
+            run = [heappop(self._waiting)]
+            nbytes = run[0].nbytes
+            while self._waiting:
+                last, following = run[-1], self._waiting[0]
+                touches = (following.seq, following.start) == (last.seq, last.start + last.nbytes)
+                nbytes += following.nbytes
+                if not touches or nbytes > WRITE_BYTES:
+                    break
+                run.append(heappop(self._waiting))
+            return run
+
+    def write(self, run: list[Batch]) -> Segment | None:
+        """Write what :meth:`take` gave; the segment, when it is now ready for :meth:`seal`.
+
+        Nothing is durable yet. Raises the backend's typed errors.
+        """
+        segment = run[0].segment
+        file = self._open(segment)
+        start = run[0].start
+        views = [view for batch in run for view in batch.views]
+        if start == PAGE_BYTES:
+            start = 0
+            views.insert(0, self._header_page(segment.seq))
+        file.write(start, views)
+        with self._lock:
+            segment.pending -= len(run)
+            return segment if segment.full and not segment.pending else None
+
+    def seal(self, segment: Segment) -> None:
+        """Write the footer and flush; the bytes are durable, the name after :meth:`finish`."""
+        assert segment.file is not None
+        footer = encode_footer(
+            np.concatenate(segment.offsets),
+            np.concatenate(segment.lengths),
+            np.frombuffer(b"".join(segment.digests), np.uint8).reshape(-1, 32),
+            segment.end,
+        )
+        segment.file.write_tail(segment.end, footer)
+        segment.file.sync_close(segment.end + len(footer))
+        segment.size = segment.end + len(footer)
+
+    def finish(self) -> tuple[SegmentRef, ...]:
+        """Seal the last segment; on return all segments and their names are durable.
+
+        Call it once, when every place given is written.
+        """
+        for segment in self._segments:
+            if segment.size is None:
+                self.seal(segment)
+        if self._segments:
+            self._backend.sync_folder(SEGMENTS)
+        return tuple(
+            SegmentRef(segment.name, segment.size or 0, own=True) for segment in self._segments
+        )
+
+    def delete(self) -> None:
+        """Remove every file made so far; raises the first error after trying all."""
+        first: GroupIOError | None = None
+        for segment in self._segments:
+            if segment.file is None:
+                continue
+            segment.file.abort()
+            try:
+                self._backend.delete(SEGMENTS, segment.name)
+            except GroupIOError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _with_room(self, nbytes: int) -> Segment:
+        if self._segments:
+            last = self._segments[-1]
+            if last.end + nbytes <= SEGMENT_BYTES:
+                return last
+            last.full = True
+        seq = len(self._segments)
+        segment = Segment(seq, segment_name(self._key, self._node, seq))
+        self._segments.append(segment)
+        return segment
+
+    def _open(self, segment: Segment) -> SegmentFile:
+        with segment.opening:
+            if segment.file is None:
+                segment.file = self._backend.create_segment(segment.name)
+            return segment.file
+
+    def _header_page(self, seq: int) -> memoryview:
+        header = encode_header(
+            SegmentHeader(store_id=self._store_id, key=self._key, node=self._node, seq=seq)
+        )
+        page = mmap.mmap(-1, PAGE_BYTES)  # page-aligned, as a direct write needs it
+        page[: len(header)] = header
+        return memoryview(page)

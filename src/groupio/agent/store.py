@@ -1,0 +1,256 @@
+"""What a job's controller asks of its store, as blocking calls for one worker thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from groupio.agent.identity import Writer
+from groupio.agent.known import KnownChunks
+from groupio.agent.recovery import recover
+from groupio.backend.posix import PosixBackend
+from groupio.errors import (
+    GroupIOError,
+    IntegrityError,
+    NotFound,
+    ReplicaDivergence,
+)
+from groupio.format.manifest import ManifestReader, encode_manifest
+from groupio.format.records import (
+    AbortRecord,
+    InflightRecord,
+    RecordKind,
+    decode_record_kind,
+    encode_abort,
+    encode_inflight,
+    encode_lineage,
+)
+from groupio.model import DecisionKey, Lineage, Manifest, NodeReport
+from groupio.plan import dedup
+from groupio.plan.layout import lay_out
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol import lineage as lines
+
+log = logging.getLogger(__name__)
+
+TEMPORARY_AGE_S = 24 * 3600.0
+"""Unfinished records older than this belong to writers that are long dead."""
+
+
+@dataclass(slots=True)
+class JobStore:
+    """One job's store, open for writing."""
+
+    path: str
+    job: str
+    node: str
+    writer: Writer
+    file_mode: int | None = None
+    io_mode: str = ""
+    known: KnownChunks = field(default_factory=KnownChunks)
+    lease_bytes: dict[int, int] = field(default_factory=dict)
+    """What each rank's lease took in the newest epoch found at opening."""
+    _backend: PosixBackend | None = None
+    _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> PosixBackend:
+        """The open backend."""
+        assert self._backend is not None
+        return self._backend
+
+    def open(self, held: Sequence[DecisionKey], *, create: bool = True) -> ev.StoreState:
+        """Open (and with ``create`` make) the store, decide what is undecided, list the rest."""
+        if self._backend is not None:
+            try:
+                self._backend.check_identity()
+            except GroupIOError as error:
+                log.warning("reopening %s: %s", self.path, error)
+                self.close()
+        if self._backend is None:
+            self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
+        record = self._backend.ensure_store_record(self.job)
+        self._backend.remove_temporary(TEMPORARY_AGE_S)
+        state = recover(self._backend, self.writer, record.job, frozenset(held))
+        info = self._backend.info()
+        self.io_mode = info.io_mode
+        self._learn(state)
+        return replace(state, node_local=info.node_local)
+
+    def check_identity(self) -> None:
+        """Raise StorageError when another file system or directory is at the path now."""
+        self.backend.check_identity()
+
+    def _learn(self, state: ev.StoreState) -> None:
+        """Index the chunks of the newest epoch, to which the next ones may refer."""
+        lineages = lines.by_number(state.lineages)
+        shown = lines.visible((c.key for c in state.committed), lineages, lines.current(lineages))
+        self.known = KnownChunks()
+        if not shown:
+            return
+        key = shown[max(shown)]
+        try:
+            manifest = self.read_manifest(key)
+            self.known.add_epoch(manifest)
+            sizes = {m.items_id: m.items for m in manifest.members}
+            totals = {name: lay_out(items).total_bytes for name, items in sizes.items()}
+            self.lease_bytes = {m.rank: totals[m.items_id] for m in manifest.members}
+        except GroupIOError as error:
+            log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
+
+    def read_manifest(self, key: DecisionKey) -> Manifest:
+        """The manifest of a committed epoch."""
+        with self.backend.reader("epochs", str(key)) as reader:
+            return ManifestReader(reader.read, reader.size, reader.path).manifest()
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def create_lineage(self, lineage: Lineage) -> Lineage:
+        """Create-if-absent the lineage record."""
+        made = Lineage(lineage.number, lineage.parent, lineage.after_epoch, time.time())
+        if not self.backend.put_if_absent("lineages", f"{made.number:08d}", encode_lineage(made)):
+            raise IntegrityError(
+                f"Another job started lineage {made.number} of {self.path} at the same time; end "
+                "one of the two jobs and start again.",
+                path=f"{self.path}/lineages/{made.number:08d}",
+            )
+        return made
+
+    def publish(self, effect: fx.PublishInflight) -> None:
+        """Make the attempt visible; an interrupted one of the same number is replaced."""
+        self.check_identity()
+        record = InflightRecord(
+            key=effect.key,
+            incarnation=effect.incarnation,
+            world_size=effect.world_size,
+            write_id=uuid.uuid4().hex,
+            at=time.time(),
+            boot_id=self.writer.boot_id,
+            pid=self.writer.pid,
+            pid_start=self.writer.pid_start,
+            host=self.writer.host,
+            segments=(),
+        )
+        self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
+
+    def prepare(self, effect: fx.PrepareEpoch) -> bytes:
+        """Check, build and write the epoch record; returns its content id. Durable on return."""
+        reports = effect.reports
+        found = dedup.divergence(reports)
+        if found:
+            raise _divergence(effect.key.epoch, found)
+        manifest = self._build(effect, reports)
+        for segment in manifest.segments:
+            if not segment.own:
+                self._check_segment(segment.name, segment.bytes)
+        data = encode_manifest(manifest)
+        self.check_identity()
+        self.backend.sync_folder("segments")
+        self.backend.prepare(effect.key, data)
+        self._prepared[effect.key] = manifest
+        return manifest.header.content_id
+
+    def _build(self, effect: fx.PrepareEpoch, reports: tuple[NodeReport, ...]) -> Manifest:
+        topology = {r.node: [m.rank for m in r.members] for r in reports}
+        ids = {m.rank: m.items_id for r in reports for m in r.members}
+        return dedup.build_manifest(
+            reports,
+            store_id=self.backend.identity[0],
+            job=self.job,
+            key=effect.key,
+            incarnation=effect.incarnation,
+            world_size=effect.world_size,
+            fingerprint=dedup.fingerprint(ids, topology),
+            write_id=uuid.uuid4().hex,
+            created_at=time.time(),
+            metadata=effect.metadata,
+            replicated=effect.replicated,
+        )
+
+    def _check_segment(self, name: str, size: int) -> None:
+        """A segment that the epoch refers to must still be there, whole."""
+        try:
+            there = self.backend.size("segments", name)
+        except (NotFound, IntegrityError):
+            there = -1
+        if there != size:
+            self.known = KnownChunks()
+            raise IntegrityError(
+                f"Segment {name}, to which this epoch refers, {_gone(there, size)}; save again: "
+                "its chunks are written anew.",
+                path=f"{self.path}/segments/{name}",
+            )
+
+    def compare(self, effect: fx.CompareEpoch, committed: bytes) -> bool:
+        """The members' content is that of the committed epoch."""
+        return dedup.content_id(effect.reports, effect.world_size) == committed
+
+    def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
+        """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
+        key = effect.key
+        if effect.commit:
+            if self.backend.commit_prepared(key):
+                manifest = self._prepared.pop(key, None)
+                if manifest is not None:
+                    self.known = KnownChunks()
+                    self.known.add_epoch(manifest)
+                return True, True
+            return self.standing(key)
+        record = AbortRecord(
+            key=key,
+            incarnation=effect.incarnation,
+            reason=effect.reason,
+            members=effect.members,
+            write_id=uuid.uuid4().hex,
+            at=time.time(),
+        )
+        if self.backend.put_if_absent("epochs", str(key), encode_abort(record)):
+            self._prepared.pop(key, None)
+            self.backend.delete("prepared", str(key))
+            return False, True
+        return self.standing(key)
+
+    def standing(self, key: DecisionKey) -> tuple[bool, bool]:
+        """The decision under ``key``: (committed, written by this object)."""
+        with self.backend.reader("epochs", str(key)) as reader:
+            if decode_record_kind(reader.read(0, min(reader.size, 64))) is not RecordKind.COMMIT:
+                return False, False
+            header = ManifestReader(reader.read, reader.size, reader.path).header
+        mine = self._prepared.pop(key, None)
+        return True, mine is not None and mine.header.write_id == header.write_id
+
+    def forget(self, key: DecisionKey) -> None:
+        """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
+        try:
+            self.backend.delete("inflight", str(key))
+        except GroupIOError as error:
+            log.warning("the in-flight record of %s stays until recovery: %s", key, error)
+
+    def close(self) -> None:
+        """Close the store; a later open finds it again."""
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+        self.known = KnownChunks()
+
+
+def _gone(there: int, size: int) -> str:
+    return "is gone" if there < 0 else f"has {there} bytes instead of {size}"
+
+
+def _divergence(epoch: int, found: Sequence[dedup.Divergence]) -> ReplicaDivergence:
+    names = [one.item for one in found]
+    ranks = sorted({rank for one in found for rank in one.ranks})
+    shown = ", ".join(repr(name) for name in names[:5]) + (" ..." if len(names) > 5 else "")
+    return ReplicaDivergence(
+        f"Epoch {epoch}: {len(names)} item(s) declared replicated differ between members: {shown}, "
+        f"on rank(s) {', '.join(map(str, ranks))}; declare them per rank, or find out why the "
+        "replicas drifted apart.",
+        items=names,
+        members=ranks,
+        epoch=epoch,
+    )

@@ -1,0 +1,131 @@
+"""The agent's threads that hash and write, shared by all flush jobs, and their bounce buffers.
+
+Work is done in the order in which it came, so that an earlier epoch is never overtaken by a later
+one. The queues need no limit of their own: a job queues one entry per few MiB of leased memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+BOUNCE_BYTES = 8 << 20
+"""Size of one bounce buffer."""
+
+_GIVE_WAY_S = 0.002
+_PATIENCE_S = 2.0
+"""A rank that was stopped in the middle of its copy delays the others' hashing no longer."""
+
+
+class BouncePool:
+    """Page-aligned buffers of BOUNCE_BYTES for what cannot be written from where it lies."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._free: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+
+    def take(self, should_stop: Callable[[], bool]) -> mmap.mmap | None:
+        """A buffer with arbitrary content, or None when ``should_stop`` says so first.
+
+        Waits until one is given back, which the writer threads do whatever becomes of the job.
+        """
+        with self._changed:
+            while not should_stop():
+                if self._free:
+                    return self._free.pop()
+                if self._left > 0:
+                    self._left -= 1
+                    return mmap.mmap(-1, BOUNCE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._changed.wait(0.05)
+        return None
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """Return a buffer that nobody looks at any more."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+
+class WorkerPool:
+    """Hash threads and writer threads of one agent, at low CPU priority.
+
+    ``copies_active`` says how many ranks are copying at this moment; while they would need all
+    of ``cpu_count`` processors the hash threads pause. Tasks must not raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        hash_threads: int = 2,
+        write_threads: int = 2,
+        copies_active: Callable[[], int] = lambda: 0,
+        cpu_count: int | None = None,
+        nice: int = 19,
+    ) -> None:
+        self.bounce = BouncePool(hash_threads + write_threads + 2)
+        self._copies_active = copies_active
+        self._cpu_count = cpu_count or len(os.sched_getaffinity(0))
+        self._nice = nice
+        self._pausing_since: float | None = None
+        self._hash_queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._write_queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            *self._start("hash", hash_threads, self._hash_queue),
+            *self._start("write", write_threads, self._write_queue),
+        ]
+
+    def submit_hash(self, task: Task) -> None:
+        """Run ``task`` in a hash thread, after those submitted before."""
+        self._hash_queue.put(task)
+
+    def submit_write(self, task: Task) -> None:
+        """Run ``task`` in a writer thread, after those submitted before."""
+        self._write_queue.put(task)
+
+    def give_way(self) -> None:
+        """Sleep while ranks copy on all processors, at most a few seconds on end."""
+        while self._copies_active() >= self._cpu_count:
+            now = time.monotonic()
+            since = self._pausing_since
+            if since is None:
+                self._pausing_since = now
+            elif now - since > _PATIENCE_S:
+                return
+            time.sleep(_GIVE_WAY_S)
+        self._pausing_since = None
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads after what is queued; False when some still work after ``timeout_s``."""
+        for thread in self._threads:
+            hashing = thread.name.startswith("hash")
+            (self._hash_queue if hashing else self._write_queue).put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(
+        self, kind: str, count: int, tasks: queue.SimpleQueue[Task | None]
+    ) -> list[threading.Thread]:
+        threads = [
+            # Daemons: a write that hangs in the kernel must not keep the process from its end.
+            threading.Thread(target=self._work, args=(tasks,), name=f"{kind}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _work(self, tasks: queue.SimpleQueue[Task | None]) -> None:
+        # On Linux the priority belongs to the thread, not to the process.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # or its views would live until the next one comes

@@ -1,0 +1,346 @@
+"""The store on a file system, with the durability that the file system can really give.
+
+Order is everything here: the bytes of a record or segment are flushed before the name by which
+others find it exists, and the directory that holds the name is flushed before anybody is told.
+Nothing is ever overwritten in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Self
+
+from groupio.backend.base import (
+    EPOCHS,
+    FOLDERS,
+    PREPARED,
+    ROOT,
+    SEGMENTS,
+    STORE_RECORD,
+    BackendInfo,
+)
+from groupio.backend.faults import free_bytes, storage_error
+from groupio.backend.folders import (
+    Folder,
+    Modes,
+    check_name,
+    make_folder,
+    make_root,
+    open_root,
+    sync_ancestors,
+)
+from groupio.backend.mounts import filesystem_type, is_node_local
+from groupio.backend.records import (
+    TEMPORARY,
+    FileId,
+    Placer,
+    find,
+    remove_quietly,
+    write_temporary,
+)
+from groupio.backend.segments import BUFFERED, PosixSegment
+from groupio.backend.tree import PosixTree, store_path
+from groupio.errors import GroupIOError, NotFound, Outcome, StorageError
+from groupio.format import records as format_records
+from groupio.format.limits import STORE_FORMAT
+from groupio.model import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from groupio.format.records import StoreRecord
+    from groupio.model import DecisionKey
+
+_STORE_RECORD_LIMIT = 1 << 20
+"""Bytes read of a store record; a real one has a few hundred, more is damage."""
+
+_PREPARED_LIMIT = 64
+"""Prepared records remembered at once; a few epochs are ever in flight."""
+
+
+class PosixBackend(PosixTree):
+    """A store on a POSIX file system; see :class:`groupio.backend.base.Backend`."""
+
+    def __init__(self, path: str, root: Folder, modes: Modes) -> None:
+        """Use :meth:`open`."""
+        super().__init__(path, root)
+        self._modes = modes
+        self._prepared: dict[str, FileId] = {}
+        self._placer = Placer()
+        self._record: StoreRecord | None = None
+        self._record_durable = False
+        self._modes_found: tuple[str, str] | None = None
+        self._filesystem = filesystem_type(root.fd)
+        self._node_local = is_node_local(self._filesystem)
+
+    @classmethod
+    def open(
+        cls, store: str | os.PathLike[str], *, create: bool, file_mode: int | None = None
+    ) -> Self:
+        """Open the store at a path or ``file://`` URL.
+
+        With ``create`` the directory and its folders are made if absent and are durable on
+        return, with all directories above them. ``file_mode`` are the permission bits of new
+        files (None: private to the user). NotFound when it is absent and not to be created;
+        StorageError when it is a file (ENOTDIR) or may not be read (EACCES). A store that
+        cannot be written opens for reading.
+        """
+        path = store_path(store)
+        modes = Modes.of(file_mode)
+        made = make_root(path, modes) if create else []
+        try:
+            root = open_root(path)
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"there is no store at {path}: check the path; the first save creates it", path=path
+            ) from error
+        try:
+            backend = cls(path, root, modes)
+            if create:
+                backend._make_folders(made)
+        except BaseException:
+            root.close()
+            raise
+        return backend
+
+    def _make_folders(self, made: list[str]) -> None:
+        absent_before = [name for name in FOLDERS if find(self._root, name) is None]
+        for name in FOLDERS:
+            self._folders[name] = make_folder(self._root, name, self._modes)
+        # Without the record nobody has finished creating this store; its maker may have died
+        # between creating a directory and flushing it, so all of them are flushed again.
+        if find(self._root, STORE_RECORD) is None or absent_before:
+            for folder in self._folders.values():
+                folder.sync(force=True)
+            sync_ancestors(self._root, made)
+
+    # What the store is ----------------------------------------------------------------------
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """``(store id in hex, device, inode)``; NotFound before there is a store record."""
+        return (self.store_record().store_id, *self._root.identity)
+
+    def check_identity(self) -> None:
+        """StorageError unless the path still leads to the very store that was opened.
+
+        It does not when the directory was replaced, another file system was mounted over it or
+        over a folder, or the store record is another one.
+        """
+        self._check_place(self._path, None, self._root)
+        with self._lock:
+            folders = [item for item in self._folders.items() if item[0] != ROOT]
+        for name, folder in folders:
+            self._check_place(name, self._root.fd, folder)
+        if self._record is not None:
+            known, self._record = self._record.store_id, None
+            try:
+                now: str | None = self.store_record().store_id
+            except NotFound:
+                now = None
+            if now != known:
+                raise self._replaced(f"its record names the store {now}, not {known}")
+
+    def _check_place(self, name: str, parent: int | None, folder: Folder) -> None:
+        try:
+            status = os.stat(name, dir_fd=parent, follow_symlinks=parent is None)
+        except OSError as error:
+            raise storage_error(error, folder.path, "find the opened store again at") from error
+        if (status.st_dev, status.st_ino) != folder.identity:
+            raise self._replaced(f"{folder.path} is another directory or file system now")
+
+    def _replaced(self, why: str) -> StorageError:
+        return StorageError(
+            f"the store at {self._path} is not the one that was opened: {why}; restore the "
+            "mount, or connect anew to use what is there",
+            path=self._path,
+            errno=errno.ESTALE,
+        )
+
+    def store_record(self) -> StoreRecord:
+        """The store record; NotFound when the directory is not a store (yet)."""
+        if self._record is None:
+            try:
+                with self.reader(ROOT, STORE_RECORD) as reader:
+                    data = reader.read(0, min(reader.size, _STORE_RECORD_LIMIT))
+            except NotFound as error:
+                raise NotFound(
+                    f"{self._path} is not a groupio store: it has no {STORE_RECORD}; check the "
+                    "path; the first save makes it one",
+                    path=self._path,
+                ) from error
+            self._record = format_records.decode_store(data, os.path.join(self._path, STORE_RECORD))
+        return self._record
+
+    def ensure_store_record(self, job: str) -> StoreRecord:
+        """The store record, made for ``job`` if there is none; durable on return."""
+        if self._record_durable:
+            return self.store_record()
+        try:
+            record = self.store_record()
+            # Its maker may have died before the flush.
+            self._root.sync(force=True)
+        except NotFound:
+            record = format_records.StoreRecord(
+                store_id=secrets.token_hex(16),
+                job=job,
+                format=STORE_FORMAT,
+                created_at=time.time(),
+            )
+            if not self.put_if_absent(ROOT, STORE_RECORD, format_records.encode_store(record)):
+                record = self.store_record()
+            self._record = record
+        self._record_durable = True
+        return record
+
+    def info(self) -> BackendInfo:
+        """What the store is made of; the first call tries the modes out with a small file."""
+        if self._modes_found is None:
+            self._modes_found = self._try_modes()
+        io_mode, commit_mode = self._modes_found
+        try:
+            free = free_bytes(self._root.fd)
+        except OSError as error:
+            raise storage_error(error, self._path, "ask for the free space of") from error
+        return BackendInfo(
+            kind="posix",
+            path=self._path,
+            node_local=self._node_local,
+            filesystem=self._filesystem,
+            io_mode=io_mode,
+            commit_mode=commit_mode,
+            free_bytes=free,
+            writable=commit_mode != "none",
+        )
+
+    def _try_modes(self) -> tuple[str, str]:
+        import mmap  # only here: page-aligned memory for one write
+
+        name = TEMPORARY + secrets.token_hex(12)
+        try:
+            segment = PosixSegment(self._root, name, self._modes)
+        except GroupIOError:
+            return BUFFERED, "none"
+        placed = name + "-placed"
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+                segment.write(0, [view])
+            identity = find(self._root, name)
+            assert identity is not None
+            self._placer.place(self._root, name, self._root, placed, identity)
+            return segment.io_mode, self._placer.mode
+        finally:
+            segment.abort()
+            remove_quietly(self._root, placed)
+
+    # Writing --------------------------------------------------------------------------------
+
+    def put(self, folder: str, name: str, data: bytes, *, durable: bool) -> None:
+        """Create a new record; StorageError (EEXIST) when the name is taken."""
+        if not self._publish(folder, name, data, durable=durable):
+            path = self._where(folder, name)
+            raise StorageError(
+                f"cannot create {path}: it exists, and records are never replaced; read it, or "
+                "remove it when its writer is gone",
+                path=path,
+                errno=errno.EEXIST,
+            )
+
+    def put_if_absent(self, folder: str, name: str, data: bytes) -> bool:
+        """Create a record durably unless the name is taken; False if it is.
+
+        In both cases the record that is there is durable on return.
+        """
+        return self._publish(folder, name, data, durable=True)
+
+    def _publish(self, folder: str, name: str, data: bytes, *, durable: bool) -> bool:
+        check_name(name)
+        where = self._writable(folder)
+        temporary, identity = write_temporary(where, data, self._modes, durable=durable)
+        try:
+            placed = self._placer.place(where, temporary, where, name, identity)
+        finally:
+            remove_quietly(where, temporary)
+        if durable:
+            where.sync(force=not placed, outcome=Outcome.UNKNOWN)
+        return placed
+
+    def prepare(self, key: DecisionKey, data: bytes) -> None:
+        """Write the record that :meth:`commit_prepared` makes the decision; its bytes are durable.
+
+        Its name is durable too on a file system off the node. On a node-local one only the
+        decision makes it so: it is flushed once, and before that nothing survives the node.
+        """
+        name, folder = check_name(str(key)), self._writable(PREPARED)
+        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
+        try:
+            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except OSError as error:
+            full = storage_error(error, self._where(PREPARED, name), "create", near=folder.fd)
+            remove_quietly(folder, temporary)
+            raise full from error
+        folder.entry_made()
+        if not self._node_local:
+            folder.sync()
+        with self._lock:
+            self._prepared[name] = identity
+            while len(self._prepared) > _PREPARED_LIMIT:
+                del self._prepared[next(iter(self._prepared))]
+
+    def commit_prepared(self, key: DecisionKey) -> bool:
+        """Make the prepared record the decision of ``key``, unless there is one.
+
+        True: the decision is durable and is the record that this object prepared last (or, in
+        a process that prepared none, the one found prepared). False: another decision is there
+        and is durable; read it. NotFound: neither a prepared record nor a decision.
+        """
+        name = check_name(str(key))
+        prepared, epochs = self._writable(PREPARED), self._writable(EPOCHS)
+        with self._lock:
+            mine = self._prepared.get(name)
+        found = find(prepared, name)
+        if found is not None:
+            self._placer.place(prepared, name, epochs, name, found)
+        # Another's decision is made durable too: whoever hears of it may act on it.
+        epochs.sync(force=True, outcome=Outcome.UNKNOWN)
+        decision = find(epochs, name)
+        if decision is None:
+            raise NotFound(
+                f"epoch {key.epoch} has neither a prepared record nor a decision at "
+                f"{self._where(PREPARED, name)}: prepare it first",
+                path=self._where(PREPARED, name),
+                epoch=key.epoch,
+            )
+        remove_quietly(prepared, name)
+        return decision == (mine or found)
+
+    def create_segment(self, name: str) -> PosixSegment:
+        """A new, empty segment; StorageError (EEXIST) when the name is taken."""
+        return PosixSegment(self._writable(SEGMENTS), check_name(name), self._modes)
+
+    def sync_folder(self, folder: str) -> None:
+        """Make the names that this object created in ``folder`` so far durable.
+
+        Costs nothing when they are already. A segment's name may be made durable while its
+        bytes are still being written, which takes this flush off the way to the commit.
+        """
+        self._writable(folder).sync()
+
+    def remove_temporary(self, older_than_s: float) -> int:
+        """Remove unfinished records that killed writers left; how many there were.
+
+        Age is measured by the store's clock. A writer paused for longer than that finds its
+        record gone and fails typed, so take a time that no living writer needs.
+        """
+        probe, (_, _, _, now) = write_temporary(self._root, b"", self._modes, durable=False)
+        remove_quietly(self._root, probe)
+        count = 0
+        for folder in (ROOT, *FOLDERS):
+            for name in self._names(folder):
+                if name.startswith(TEMPORARY):
+                    there = find(self._folder(folder), name)
+                    if there is not None and now - there[3] > older_than_s * 1e9:
+                        remove_quietly(self._folder(folder), name)
+                        count += 1
+        return count

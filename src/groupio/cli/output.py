@@ -1,0 +1,104 @@
+"""How commands speak: one JSON object on stdout, or tables for people; errors in one line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object (docs/cli.md) instead of tables.")
+]
+
+StoreArgument = Annotated[
+    str, typer.Argument(metavar="STORE", help="The store: a path or a file:// URL.")
+]
+
+OK = 0
+ANSWER_IS_NO = 1
+USAGE_OR_ENVIRONMENT = 2
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class CommandError(Exception):
+    """Ends the command with exit code 2 and this one line on stderr."""
+
+
+def console() -> Console:
+    """Where tables and text for people go: stdout, as it is now."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def error_console() -> Console:
+    """Where progress and errors go: stderr, as it is now."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def emit_json(command: str, body: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Print ``body`` as the JSON document of ``command``, schema version 1."""
+    document = {"schema": f"groupio/{command}/1", **body}
+    sys.stdout.write(json.dumps(document, indent=indent, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def one_line(message: str) -> str:
+    """``message`` without line breaks and control characters, so that it stays one line."""
+    words = " ".join(message.split())
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in words)
+
+
+def say_error(message: str) -> None:
+    """Print one clear line on stderr."""
+    sys.stderr.write(f"groupio: {one_line(message)}\n")
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table with plain headings; columns in ``right`` are aligned right."""
+    made = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for column in columns:
+        justify: Any = "right" if column in right else "left"
+        made.add_column(column, justify=justify, overflow="fold")
+    return made
+
+
+def text(value: object) -> str:
+    """``value`` for a table cell: nothing in it acts as markup or moves the cursor."""
+    return escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value)))
+
+
+def size(count: float | None) -> str:
+    """Bytes for people: 1536 is "1.5 KiB"."""
+    if count is None:
+        return "-"
+    amount = float(count)
+    for unit in _UNITS:
+        if abs(amount) < 1024 or unit == _UNITS[-1]:
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as local time."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def iso(seconds: float) -> str:
+    """Seconds since 1970 as ISO 8601 in UTC, for JSON."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: "3.2 s", "4 min", "2.5 h"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,238 @@
+"""``groupio ls`` and ``groupio show``: which epochs a store has, and what is in one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from groupio.backend.base import EPOCHS
+from groupio.cli.catalog import Catalog, open_manifest, open_store, read_catalog
+from groupio.cli.output import (
+    ANSWER_IS_NO,
+    OK,
+    JsonFlag,
+    StoreArgument,
+    console,
+    emit_json,
+    iso,
+    moment,
+    size,
+    table,
+    text,
+)
+from groupio.cli.status import ranks as rank_list
+from groupio.model import DecisionKey, EpochHeader, ItemSpec, Manifest
+
+ITEMS_SHOWN = 40
+"""Rows of items that ``show`` prints unless asked for all."""
+
+EpochArgument = Annotated[
+    str, typer.Argument(metavar="EPOCH", help="The number of a committed epoch, or 'latest'.")
+]
+
+LineageOption = Annotated[
+    int | None, typer.Option("--lineage", min=1, help="Look in this lineage (default: the newest).")
+]
+
+
+def list_epochs(store: StoreArgument, as_json: JsonFlag = False) -> int:
+    """List the committed epochs of a store.
+
+    Exit code 1 when the record of an epoch is damaged; the others are listed all the same.
+    """
+    with open_store(store) as backend:
+        catalog = read_catalog(backend)
+        path = backend.path
+    visible = set(catalog.visible.values())
+    if as_json:
+        body = _store_json(catalog, path)
+        body["epochs"] = [
+            epoch_json(header, abandoned=key not in visible)
+            for key, header in sorted(catalog.committed.items())
+        ]
+        body["damaged"] = [
+            {"path": bad.path, "detail": bad.error.message} for bad in catalog.unreadable
+        ]
+        emit_json("ls", body)
+    else:
+        _print_epochs(catalog, visible)
+    return ANSWER_IS_NO if catalog.unreadable else OK
+
+
+def _store_json(catalog: Catalog, path: str) -> dict[str, Any]:
+    record = catalog.record
+    return {
+        "store": {
+            "path": path,
+            "store_id": record.store_id,
+            "job": record.job,
+            "created_at": iso(record.created_at),
+        },
+        "latest": max(catalog.visible, default=None),
+    }
+
+
+def epoch_json(header: EpochHeader, *, abandoned: bool) -> dict[str, Any]:
+    """The JSON of one committed epoch, as docs/cli.md describes it."""
+    return {
+        "epoch": header.epoch,
+        "lineage": header.lineage,
+        "attempt": header.attempt,
+        "incarnation": header.incarnation,
+        "abandoned": abandoned,
+        "members": header.world_size,
+        "bytes_logical": header.bytes_logical,
+        "bytes_unique": header.bytes_unique,
+        "bytes_stored": header.bytes_stored,
+        "committed_at": iso(header.created_at),
+        "content_id": header.content_id.hex(),
+        "write_id": header.write_id,
+        "metadata": header.metadata,
+    }
+
+
+def _print_epochs(catalog: Catalog, visible: set[DecisionKey]) -> None:
+    out = console()
+    several = len({key.lineage for key in catalog.committed}) > 1
+    numbers = ("epoch", "lineage", "members", "logical", "unique", "stored")
+    rows = table(*(n for n in numbers if several or n != "lineage"), "committed", "", right=numbers)
+    for key, header in sorted(catalog.committed.items()):
+        cells = [str(header.epoch), str(header.world_size), size(header.bytes_logical)]
+        if several:
+            cells.insert(1, str(header.lineage))
+        cells += [size(header.bytes_unique), size(header.bytes_stored)]
+        note = "" if key in visible else "abandoned by a rewind"
+        if header.metadata:
+            note = f"{note} {header.metadata}".strip()
+        rows.add_row(*cells, moment(header.created_at), text(note))
+    if catalog.committed:
+        out.print(rows)
+    else:
+        out.print("no epoch is committed yet")
+    for bad in catalog.unreadable:
+        out.print(f"[red]damaged[/] {text(bad.error.message)}")
+
+
+def show_epoch(
+    store: StoreArgument,
+    epoch: EpochArgument,
+    member: Annotated[
+        int | None, typer.Option("--member", min=0, help="Only this rank's items.")
+    ] = None,
+    lineage: LineageOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Print every item.")] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Show one epoch: who saved it, its items and its segments."""
+    with open_store(store) as backend:
+        catalog = read_catalog(backend)
+        key = catalog.find(epoch, lineage)
+        with backend.reader(EPOCHS, str(key)) as reader:
+            opened = open_manifest(reader)
+            if member is not None:
+                opened.member(member)
+            manifest = opened.manifest()
+        path = backend.path
+    abandoned = key not in catalog.visible.values()
+    tables = item_tables(manifest, member)
+    if as_json:
+        body = _store_json(catalog, path)
+        del body["latest"]
+        body["epoch"] = epoch_json(manifest.header, abandoned=abandoned)
+        body["segments"] = _segments_json(manifest)
+        body["members"] = [
+            {"rank": m.rank, "items": len(m.items), "bytes_logical": m.bytes_logical}
+            for m in manifest.members
+            if member in (None, m.rank)
+        ]
+        body["tables"] = [
+            {"ranks": ranks, "items": [item_json(item) for item in items]}
+            for ranks, items in tables
+        ]
+        emit_json("show", body)
+        return OK
+    _print_epoch(manifest, abandoned)
+    _print_items(tables, everything)
+    return OK
+
+
+def item_tables(
+    manifest: Manifest, member: int | None
+) -> list[tuple[list[int], tuple[ItemSpec, ...]]]:
+    """The different item tables of an epoch, each with the ranks that saved it."""
+    found: dict[bytes, tuple[list[int], tuple[ItemSpec, ...]]] = {}
+    for one in manifest.members:
+        if member in (None, one.rank):
+            found.setdefault(one.items_id, ([], one.items))[0].append(one.rank)
+    return list(found.values())
+
+
+def item_json(item: ItemSpec) -> dict[str, Any]:
+    """The JSON of one item, as docs/cli.md describes it."""
+    return {
+        "name": item.name,
+        "kind": str(item.kind),
+        "dtype": item.dtype,
+        "shape": list(item.shape),
+        "global_shape": list(item.global_shape),
+        "offsets": list(item.offsets),
+        "nbytes": item.nbytes,
+        "replicated": item.replicated,
+        "origin": item.origin,
+        "alias": item.alias,
+    }
+
+
+def _segments_json(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {"name": s.name, "bytes": s.bytes, "own": s.own, "age": s.age} for s in manifest.segments
+    ]
+
+
+def _print_epoch(manifest: Manifest, abandoned: bool) -> None:
+    header, out = manifest.header, console()
+    facts = table("", "")
+    facts.show_header = False
+    line = f"{header.lineage}{', abandoned by a rewind' if abandoned else ''}"
+    facts.add_row("epoch", str(header.epoch))
+    facts.add_row("committed", moment(header.created_at))
+    facts.add_row("job", text(header.job))
+    facts.add_row("lineage", line)
+    facts.add_row("incarnation", f"{header.incarnation}, attempt {header.attempt}")
+    facts.add_row("members", str(header.world_size))
+    facts.add_row("logical", size(header.bytes_logical))
+    facts.add_row("unique", f"{size(header.bytes_unique)} in {len(manifest.chunks)} chunks")
+    facts.add_row("stored", f"{size(header.bytes_stored)} in segments of its own")
+    if header.metadata:
+        facts.add_row("metadata", text(header.metadata))
+    out.print(facts)
+    out.print()
+    rows = table("segment", "size", "", right=("size",))
+    for segment in manifest.segments:
+        origin = "written by this epoch" if segment.own else f"of an older one, age {segment.age}"
+        rows.add_row(segment.name, size(segment.bytes), origin)
+    if manifest.segments:
+        out.print(rows)
+
+
+def _print_items(tables: list[tuple[list[int], tuple[ItemSpec, ...]]], everything: bool) -> None:
+    out = console()
+    for ranks, items in tables:
+        out.print()
+        rows: Table = table("item", "kind", "dtype", "shape", "of", "size", right=("size",))
+        shown = items if everything else items[:ITEMS_SHOWN]
+        for item in shown:
+            whole = "" if item.global_shape == item.shape else _shape(item.global_shape)
+            kind = f"{item.kind}{' (shares bytes)' if item.alias >= 0 else ''}"
+            shape = _shape(item.shape) if item.dtype else ""
+            rows.add_row(text(item.name), kind, item.dtype, shape, whole, size(item.nbytes))
+        out.print(f"rank {rank_list(ranks)}: {len(items)} items")
+        out.print(rows)
+        if len(shown) < len(items):
+            out.print(f"... and {len(items) - len(shown)} more (--all)")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"

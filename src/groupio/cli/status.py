@@ -1,0 +1,153 @@
+"""``groupio status``: what the node's agent is doing."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+
+from groupio.cli import asking
+from groupio.cli.output import (
+    ANSWER_IS_NO,
+    OK,
+    JsonFlag,
+    console,
+    duration,
+    emit_json,
+    size,
+    table,
+    text,
+)
+
+
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Keep looking until Ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between looks.")
+    ] = 1.0,
+    as_json: JsonFlag = False,
+) -> int:
+    """Show the agent, its memory, and the groups in flight.
+
+    Exit code 1 when no agent runs. With --watch --json, one JSON object a line.
+    """
+    if not watch:
+        answer = asking.ask("status")
+        if as_json:
+            emit_json("status", document(answer))
+        else:
+            console().print(picture(answer))
+        return ANSWER_IS_NO if answer is None else OK
+    try:
+        if as_json:
+            _watch_json(interval_s)
+        else:
+            _watch(interval_s)
+    except KeyboardInterrupt:
+        pass  # that is how watching ends
+    return OK
+
+
+def _watch_json(interval_s: float) -> None:
+    while True:
+        emit_json("status", document(asking.ask("status")), indent=None)
+        time.sleep(interval_s)
+
+
+def _watch(interval_s: float) -> None:
+    with Live(picture(asking.ask("status")), console=console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(picture(asking.ask("status")), refresh=True)
+
+
+def document(answer: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON body for an answer of the agent, or for its absence."""
+    if answer is not None:
+        return {"running": True, **answer}
+    where = asking.paths()
+    agent = {"runtime_dir": str(where.directory), "log": str(where.log)}
+    return {"running": False, "agent": agent, "jobs": [], "clients": []}
+
+
+def picture(answer: dict[str, Any] | None) -> RenderableType:
+    """An answer of the agent, for people."""
+    if answer is None:
+        return f"no agent runs in {asking.paths().directory}; the first client starts one"
+    parts: list[RenderableType] = [_agent(answer["agent"])]
+    if answer["jobs"]:
+        parts += ["", _jobs(answer["jobs"])]
+    groups = [(job, group) for job in answer["jobs"] for group in job["groups"]]
+    if groups:
+        parts += ["", _groups(groups)]
+    if answer["clients"]:
+        parts += ["", _clients(answer["clients"])]
+    return Group(*parts)
+
+
+def _agent(agent: dict[str, Any]) -> RenderableType:
+    memory = agent["memory"]
+    rows = table("agent", "", "", "")
+    uptime = duration(agent["uptime_s"])
+    rows.add_row("process", f"{agent['pid']}", "version", f"{agent['version']}, up {uptime}")
+    rows.add_row("memory", size(memory["budget"]), "free", size(memory["free"]))
+    rows.add_row("leased", size(memory["leased"]), "quarantined", size(memory["quarantined"]))
+    log = f"log          {text(agent['log'])}"
+    return Group(rows, log)
+
+
+def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
+    rows = table(
+        "job", "store", "incarnation", "lineage", "latest", right=("incarnation", "lineage")
+    )
+    for job in jobs:
+        last = job["last_committed"]
+        rows.add_row(
+            text(job["job"]),
+            text(job["store"]),
+            str(job["incarnation"]),
+            str(job["lineage"]),
+            "-" if last is None else str(last),
+        )
+    return rows
+
+
+def _groups(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> RenderableType:
+    rows = table("job", "epoch", "phase", "copied", "waits for ranks", "age", right=("epoch",))
+    for job, group in groups:
+        rows.add_row(
+            text(job["job"]),
+            str(group["epoch"]),
+            text(group["phase"]),
+            f"{count_of(group['copied'])} of {group['world_size']}",
+            ranks(group["missing"]) or "-",
+            duration(group["age_s"]),
+        )
+    return rows
+
+
+def _clients(clients: list[dict[str, Any]]) -> RenderableType:
+    columns = list(dict.fromkeys(key for client in clients for key in client))
+    rows = table(*columns)
+    for client in clients:
+        rows.add_row(*(text(client.get(column, "-")) for column in columns))
+    return rows
+
+
+def count_of(copied: int | list[int]) -> int:
+    """How many ranks have copied, given their number or the list of them."""
+    return copied if isinstance(copied, int) else len(copied)
+
+
+def ranks(numbers: list[int]) -> str:
+    """Ranks with runs joined: [0, 1, 2, 5] is "0-2, 5"."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

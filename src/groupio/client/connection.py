@@ -1,0 +1,301 @@
+"""The connection to the node's agent, and the thread that listens to it.
+
+One connection is one life of an agent. When it ends, everything that waits for it gets AgentLost;
+the client makes a new one at its next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from groupio import wire
+from groupio.agent import spawn
+from groupio.client.settings import Settings
+from groupio.errors import AgentLost, GroupIOError, Outcome, from_wire, to_wire
+from groupio.model import Level
+from groupio.protocol import messages as msg
+
+if TYPE_CHECKING:
+    from groupio.client.arena import ClientArena
+    from groupio.client.saving import Save
+
+log = logging.getLogger("groupio.client")
+
+_LISTEN_S = 3600.0
+"""The listening thread looks up this often when nothing comes; the value does not matter."""
+
+_SEND_S = 60.0
+"""A message that the agent does not take for so long means that it hangs."""
+
+
+class Connection:
+    """A connection over which this client was welcomed. Thread-safe."""
+
+    def __init__(self, channel: wire.Channel, welcome: msg.Welcome) -> None:
+        self.welcome = welcome
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._saves: dict[int, Save] = {}
+        self._settles: dict[int, queue.SimpleQueue[GroupIOError | None]] = {}
+        self._arena: ClientArena | None = None
+        self._lost: AgentLost | None = None
+        self._is_draining = False
+        self._standby: queue.SimpleQueue[msg.Standby | None] | None = None
+        self._thread = threading.Thread(target=self._listen, name="groupio-client", daemon=True)
+
+    @classmethod
+    def open(cls, settings: Settings, hello: Callable[[], msg.Hello]) -> Connection:
+        """Connect to the node's agent, starting it if none runs, and introduce this client.
+
+        AgentLost when there is none to be had; the agent's own typed error when it refuses.
+        """
+        deadline = time.monotonic() + settings.connect_timeout_s
+        while True:
+            path = spawn.ensure_agent(settings, max(deadline - time.monotonic(), 0.001))
+            try:
+                left = max(deadline - time.monotonic(), 0.001)
+                channel = wire.Channel(wire.connect(path, timeout_s=left), msg.ToRank)
+                break
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+                # It was idle and ended just now, or its queue is full.
+                if time.monotonic() >= deadline:
+                    raise _unreachable(settings, "does not take connections") from error
+            except TimeoutError as error:
+                raise _unreachable(settings, "does not take connections") from error
+        try:
+            left = max(deadline - time.monotonic(), 0.001)
+            channel.send(hello(), timeout_s=left)
+            answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
+        except (TimeoutError, ConnectionError) as error:
+            channel.close()
+            why = f"does not answer ({error})"
+            raise _unreachable(settings, why) from error
+        if isinstance(answer, msg.Refused):
+            channel.close()
+            raise from_wire(answer.error)
+        if not isinstance(answer, msg.Welcome):
+            channel.close()
+            raise _unreachable(settings, f"answered with {type(answer).__name__}")
+        for note in answer.notes:
+            log.info("%s", note)
+        connection = cls(channel, answer)
+        connection._thread.start()
+        return connection
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new saves can go over this connection."""
+        return self._lost is None and not self._is_draining
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the listening thread: it must never wait for news."""
+        return threading.current_thread() is self._thread
+
+    # -- saves and questions ---------------------------------------------------------------------
+
+    def add(self, save: Save) -> None:
+        """Bring news of ``save`` to it from now on; AgentLost when there is no agent."""
+        with self._lock:
+            if self._lost is not None:
+                raise _again(self._lost)
+            self._saves[save.save_id] = save
+        save.handle._listener = self._thread
+
+    def saves(self) -> list[Save]:
+        """The saves that are not decided yet."""
+        with self._lock:
+            return list(self._saves.values())
+
+    def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
+        """Send a message; AgentLost when the agent is gone or does not read."""
+        try:
+            self._channel.send(message, timeout_s=timeout_s)
+        except (TimeoutError, ConnectionError, OSError) as error:
+            self._lose(f"cannot be reached ({error})")
+            raise _again(self._lost) from error
+
+    def settle(self, request_id: int, timeout_s: float) -> GroupIOError | None:
+        """Wait until all that earlier incarnations staged is decided; the agent's error if any.
+
+        TimeoutError after ``timeout_s``, AgentLost when the agent ends meanwhile.
+        """
+        answer: queue.SimpleQueue[GroupIOError | None] = queue.SimpleQueue()
+        with self._lock:
+            if self._lost is not None:
+                raise _again(self._lost)
+            self._settles[request_id] = answer
+        try:
+            self.send(msg.Settle(request_id), timeout_s=max(timeout_s, 0.001))
+            error = answer.get(timeout=max(timeout_s, 0.001))
+        except queue.Empty:
+            raise TimeoutError from None
+        finally:
+            with self._lock:
+                self._settles.pop(request_id, None)
+        if isinstance(error, AgentLost):
+            raise error
+        return error
+
+    def close(self, error: GroupIOError) -> None:
+        """Say goodbye; saves that are still open get ``error``."""
+        try:
+            self._channel.send(msg.Bye(), timeout_s=1.0)
+        except (TimeoutError, ConnectionError, OSError, ValueError):
+            pass  # it is gone or hangs; closing tells it the same
+        self._lose("was left by this client", error)
+        if not self.is_own_thread():
+            self._thread.join(timeout=5.0)
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: close its copies of descriptors, disturb nothing of the parent's."""
+        self._lock = threading.Lock()
+        self._lost = AgentLost("this process was forked; connect again in it")
+        self._channel.abandon()
+        if self._arena is not None:
+            self._arena.abandon_in_child()
+        for save in self._saves.values():
+            save.handle._abandon_in_child()
+
+    # -- the listening thread --------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        why = "ended"
+        try:
+            while self._lost is None:
+                try:
+                    received = self._channel.recv(_LISTEN_S)
+                except TimeoutError:
+                    continue
+                self._take(received)
+        except wire.ChannelClosed:
+            pass
+        except GroupIOError as error:
+            why = f"cannot be reached ({error.message})"
+        except Exception as error:  # noqa: BLE001  nobody must wait for a thread that died
+            log.exception("the thread that listens to the agent failed")
+            why = f"cannot be understood ({type(error).__name__}: {error})"
+        self._lose(why)
+
+    def _take(self, received: wire.Received) -> None:
+        match received.message:
+            case msg.Arena():
+                self._on_arena(received.fds)
+            case msg.Grant() as grant:
+                self._on_grant(grant)
+            case msg.Reached() as reached:
+                self._on_reached(reached)
+            case msg.Failed(save_id=save_id, error=error):
+                self._on_failed(save_id, error)
+            case msg.Settled(request_id=request_id, error=error):
+                waiting = self._settles.get(request_id)
+                if waiting is not None:
+                    waiting.put(None if error is None else from_wire(error))
+            case msg.Standby() as standby:
+                self._on_standby(standby)
+            case _:
+                log.debug("ignored a %s of the agent", type(received.message).__name__)
+
+    def _on_arena(self, fds: tuple[int, ...]) -> None:
+        from groupio.client.arena import ClientArena
+
+        if len(fds) != 1:
+            raise AgentLost(f"the agent sent {len(fds)} descriptors for an arena instead of one")
+        old, self._arena = self._arena, ClientArena(fds[0])
+        if old is not None:
+            old.close()
+
+    def _on_grant(self, grant: msg.Grant) -> None:
+        save = self._saves.get(grant.save_id)
+        if save is None or self._arena is None:
+            # Nobody copies into this lease.
+            self.send(msg.Released(grant.save_id))
+            return
+        save.granted(grant, self._arena)
+
+    def _on_reached(self, reached: msg.Reached) -> None:
+        level = Level(reached.level)
+        with self._lock:
+            save = self._saves.get(reached.save_id)
+            if level is Level.DURABLE:
+                self._saves.pop(reached.save_id, None)
+        if save is not None:
+            save.handle._reach(
+                level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes
+            )
+
+    def _on_failed(self, save_id: int, error: dict[str, Any]) -> None:
+        with self._lock:
+            save = self._saves.pop(save_id, None)
+        if error.get("kind") == AgentLost.__name__:
+            # It ends soon and says so: the next call has to find, or start, its successor.
+            self._is_draining = True
+        if save is None:
+            self.send(msg.Released(save_id))
+        else:
+            save.failed(error)
+
+    def _on_standby(self, standby: msg.Standby) -> None:
+        if self._arena is None:
+            return
+        if self._standby is None:
+            self._standby = queue.SimpleQueue()
+            threading.Thread(
+                target=self._map_ahead, args=(self._standby,), name="groupio-map", daemon=True
+            ).start()
+        self._standby.put(standby)
+
+    def _map_ahead(self, orders: queue.SimpleQueue[msg.Standby | None]) -> None:
+        while (order := orders.get()) is not None:
+            arena = self._arena
+            if arena is None:
+                continue
+            try:
+                arena.prepare(order.offset, order.length)
+            except (GroupIOError, OSError) as error:
+                # Only an advance: the save itself maps again and says what is wrong.
+                log.info("mapping %d bytes ahead of time failed: %s", order.length, error)
+
+    def _lose(self, why: str, own: GroupIOError | None = None) -> None:
+        """End this connection once: whoever waits for it is told (``own``: instead of AgentLost)."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = AgentLost(
+                f"the agent (process {self.welcome.agent_pid}) {why}; its log is "
+                f"{self.welcome.log}; the next call starts another one",
+                log=self.welcome.log,
+            )
+            saves = list(self._saves.values())
+            settles = list(self._settles.values())
+            self._saves, arena, self._arena = {}, self._arena, None
+            standby = self._standby
+        self._channel.close()
+        for save in saves:
+            save.lost(own if own is not None else _again(self._lost))
+        for waiting in settles:
+            waiting.put(_again(self._lost))
+        if standby is not None:
+            standby.put(None)
+        if arena is not None:
+            arena.close()
+
+
+def _again(lost: AgentLost | None) -> AgentLost:
+    """A copy of ``lost``: each handle and each caller gets its own."""
+    copy = AgentLost("the agent is gone", outcome=Outcome.UNKNOWN)
+    if lost is not None:
+        copied = from_wire(to_wire(lost))
+        assert isinstance(copied, AgentLost)
+        return copied
+    return copy
+
+
+def _unreachable(settings: Settings, why: str) -> AgentLost:
+    path = spawn.agent_paths(settings).log
+    return AgentLost(f"the agent of this node {why}; look into {path}", log=str(path))

@@ -1,0 +1,144 @@
+"""Settings of a client and of the agent that it starts; the environment is read here only."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from groupio.errors import InvalidInput
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_PREFIX = "GROUPIO_"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How this client and its agent work. Every field can come from ``GROUPIO_<FIELD>``.
+
+    The agent of a node takes its own fields from the client that starts it; they stay until it
+    ends. InvalidInput when a value is out of range.
+    """
+
+    memory_bytes: int | None = None
+    """Host memory for staging on this node, in bytes (None: the agent chooses by what is free)."""
+    replicas: int = 1
+    """Nodes that hold the bytes at level REPLICATED, this one included."""
+    uplink_bytes_per_s: float | None = None
+    """What this node may write to the store, in bytes per second (None: all it can)."""
+    fabric_bytes_per_s: float | None = None
+    """What this node may send to other nodes, in bytes per second (None: all it can)."""
+    failure_domain: str | None = None
+    """What fails together with this node (a rack, a power feed); None: the node alone."""
+    file_mode: int | None = None
+    """Permission bits of new files, such as 0o660 (None: private to the user)."""
+    idle_s: float = 60.0
+    """The agent ends after so many seconds without a client and without work."""
+    log_level: str = "info"
+    """The agent logs this and above: debug, info, warning or error."""
+    runtime_dir: str | None = None
+    """Directory of the agent's socket, locks and log (None: $XDG_RUNTIME_DIR/groupio, else a
+    private one under /tmp)."""
+    connect_timeout_s: float = 30.0
+    """How long a call waits for the agent to start and to answer, in seconds."""
+    close_timeout_s: float = 120.0
+    """How long ``close`` and the interpreter's exit wait for own saves to be durable, in
+    seconds; what is STAGED by then is finished by the agent without the client."""
+    read_threads: int | None = None
+    """Threads of a load (None: twice the CPUs of this process, at most 8)."""
+
+    def __post_init__(self) -> None:
+        _check(self.memory_bytes is None or self.memory_bytes >= 16 << 20, self, "memory_bytes")
+        _check(_is_count(self.replicas, 1, 64), self, "replicas")
+        for name in ("uplink_bytes_per_s", "fabric_bytes_per_s"):
+            value = getattr(self, name)
+            _check(value is None or 0 < value < math.inf, self, name)
+        mode = self.file_mode
+        _check(mode is None or (_is_count(mode, 0o400, 0o777) and mode & 0o400), self, "file_mode")
+        for name in ("idle_s", "connect_timeout_s", "close_timeout_s"):
+            _check(0 <= getattr(self, name) < math.inf, self, name)
+        _check(self.log_level in _LOG_LEVELS, self, "log_level")
+        _check(self.runtime_dir is None or os.path.isabs(self.runtime_dir), self, "runtime_dir")
+        _check(
+            self.read_threads is None or _is_count(self.read_threads, 1, 256), self, "read_threads"
+        )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """The defaults, changed by ``GROUPIO_*`` variables (of this process if not given).
+
+        Sizes may have a unit (``8G``), ``GROUPIO_FILE_MODE`` is octal. InvalidInput names a
+        variable whose value cannot be read. Variables of other names are left alone.
+        """
+        source = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            variable = _PREFIX + field.name.upper()
+            text = source.get(variable, "").strip()
+            if text:
+                try:
+                    values[field.name] = _PARSERS[field.name](text)
+                except ValueError:
+                    raise InvalidInput(
+                        f"{variable}={text!r} cannot be read: {_EXPECTED[field.name]}"
+                    ) from None
+        return cls(**values)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _octal(text: str) -> int:
+    return int(text, 8)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "memory_bytes": _size,
+    "replicas": int,
+    "uplink_bytes_per_s": _size,
+    "fabric_bytes_per_s": _size,
+    "failure_domain": str,
+    "file_mode": _octal,
+    "idle_s": float,
+    "log_level": str.lower,
+    "runtime_dir": os.path.abspath,
+    "connect_timeout_s": float,
+    "close_timeout_s": float,
+    "read_threads": int,
+}
+
+_SECONDS = "a number of seconds, 0 or more"
+_RATE = "bytes per second, more than 0, such as 2000000000 or 2G"
+_EXPECTED = {
+    "memory_bytes": "a size of at least 16 MiB, such as 8589934592 or 8G",
+    "replicas": "a whole number from 1 to 64",
+    "uplink_bytes_per_s": _RATE,
+    "fabric_bytes_per_s": _RATE,
+    "failure_domain": "a name",
+    "file_mode": "octal permission bits with which the owner can read, such as 660",
+    "idle_s": _SECONDS,
+    "log_level": f"one of {', '.join(_LOG_LEVELS)}",
+    "runtime_dir": "an absolute path",
+    "connect_timeout_s": _SECONDS,
+    "close_timeout_s": _SECONDS,
+    "read_threads": "a whole number from 1 to 256",
+}
+
+
+def _is_count(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check(good: object, settings: Settings, name: str) -> None:
+    if not good:
+        value = getattr(settings, name)
+        raise InvalidInput(f"settings: {name}={value!r} is not {_EXPECTED[name]}")

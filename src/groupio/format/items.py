@@ -1,0 +1,381 @@
+"""Item tables: what one member contributes, as bytes.
+
+A table is stored by columns, not by items: 20,000 small tensors compress to a fraction, decode
+without a parser that trusts counts, and are checked with array arithmetic::
+
+    header   magic "GITB", version u16, 0 u16, items u32, dims u32, name bytes u32, word bytes u32
+    nbytes   i64[items]
+    shape, global shape, offsets   i64[dims] each, dims = sum of ndim
+    alias    i32[items]
+    name length, dtype word, origin word   u16[items] each
+    kind, flags, ndim   u8[items] each
+    names    UTF-8, one after the other
+    words    the distinct dtypes and origins, in order of appearance, joined by NUL
+
+All numbers are little-endian. Equal sequences of items give equal bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from groupio.errors import FormatError, InvalidInput
+from groupio.format.columns import damaged
+from groupio.format.dtypes import find_dtype
+from groupio.format.limits import (
+    DTYPE_NAME_MAX,
+    GLOBAL_BYTES_LOG2_MAX,
+    ITEM_BYTES_MAX,
+    ITEM_TABLE_BYTES_MAX,
+    ITEMS_MAX,
+    ITEMS_VERSION,
+    NAME_BYTES_MAX,
+    NDIM_MAX,
+)
+from groupio.model import ItemKind, ItemSpec
+
+_MAGIC = b"GITB"
+_HEADER = struct.Struct("<4sHHIIII")
+_KINDS = (ItemKind.TENSOR, ItemKind.BYTES, ItemKind.PLAIN)
+_KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_WORDS_MAX = 1 << 16
+
+
+class _Problem(Exception):
+    """Why a table is not valid; becomes InvalidInput for a writer, FormatError for a reader."""
+
+
+class _UnknownDtype(_Problem):
+    """A dtype that this release, or the ml_dtypes beside it, does not know."""
+
+
+class _Columns(NamedTuple):
+    """The columns of a table, in the order in which they are stored."""
+
+    nbytes: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+    global_shape: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    alias: npt.NDArray[np.int32]
+    name_length: npt.NDArray[np.uint16]
+    dtype: npt.NDArray[np.uint16]
+    origin: npt.NDArray[np.uint16]
+    kind: npt.NDArray[np.uint8]
+    flags: npt.NDArray[np.uint8]
+    ndim: npt.NDArray[np.uint8]
+
+
+# (numpy type, whether there is one value per dimension instead of one per item)
+_LAYOUT = (
+    ("<i8", False),
+    ("<i8", True),
+    ("<i8", True),
+    ("<i8", True),
+    ("<i4", False),
+    ("<u2", False),
+    ("<u2", False),
+    ("<u2", False),
+    ("u1", False),
+    ("u1", False),
+    ("u1", False),
+)
+
+
+def items_id(table: bytes) -> bytes:
+    """The 32-byte BLAKE3 digest that names an encoded item table."""
+    return blake3(table).digest()
+
+
+def encode_items(items: Sequence[ItemSpec]) -> bytes:
+    """``items`` as bytes; equal items give equal bytes.
+
+    InvalidInput names the item whose name, shape, dtype, size or alias cannot be stored.
+    """
+    try:
+        return _encode(items)
+    except _Problem as problem:
+        raise InvalidInput(f"the items cannot be saved: {problem}") from None
+
+
+def decode_items(table: bytes) -> tuple[ItemSpec, ...]:
+    """The items of an encoded table, all checked; FormatError when the bytes are not one."""
+    try:
+        return _decode(table)
+    except _Problem as problem:
+        raise FormatError(
+            f"an item table of {len(table)} bytes cannot be read: {problem}"
+        ) from None
+
+
+def decode_stored_items(table: bytes, path: str) -> tuple[ItemSpec, ...]:
+    """The items of a table whose digest has been verified in the file ``path``.
+
+    IntegrityError(path) when the table breaks a rule, FormatError(path) when all that is wrong
+    is a dtype that is not known here.
+    """
+    try:
+        return _decode(table)
+    except _UnknownDtype as problem:
+        raise FormatError(f"{path} cannot be read here: {problem}", path=path) from None
+    except _Problem as problem:
+        raise damaged(path, f"in an item table, {problem}") from None
+
+
+def _encode(items: Sequence[ItemSpec]) -> bytes:
+    if len(items) > ITEMS_MAX:
+        raise _Problem(
+            f"{len(items)} items are more than {ITEMS_MAX}; join small values into fewer items"
+        )
+    names = [_name_bytes(index, item.name) for index, item in enumerate(items)]
+    words: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if len(item.shape) != len(item.global_shape) or len(item.shape) != len(item.offsets):
+            raise _Problem(
+                f"item {item.name!r} has a shape, global shape and offsets of different lengths"
+            )
+        if len(item.shape) > NDIM_MAX:
+            raise _Problem(f"item {index} has {len(item.shape)} dimensions, more than {NDIM_MAX}")
+        words.setdefault(item.dtype, len(words))
+        words.setdefault(item.origin, len(words))
+    word_bytes = _join_words(words)
+    name_bytes = b"".join(names)
+    if len(name_bytes) > ITEM_TABLE_BYTES_MAX:
+        raise _Problem(f"their names take {len(name_bytes)} bytes; use shorter names")
+    columns = _Columns(
+        _ints(items, "nbytes", "<i8", [item.nbytes for item in items]),
+        _ints(items, "shape", "<i8", [d for item in items for d in item.shape]),
+        _ints(items, "global shape", "<i8", [d for item in items for d in item.global_shape]),
+        _ints(items, "offsets", "<i8", [d for item in items for d in item.offsets]),
+        _ints(items, "alias", "<i4", [item.alias for item in items]),
+        np.array([len(name) for name in names], "<u2"),
+        np.array([words[item.dtype] for item in items], "<u2"),
+        np.array([words[item.origin] for item in items], "<u2"),
+        np.array([_KIND_CODES[item.kind] for item in items], "u1"),
+        np.array([item.replicated for item in items], "u1"),
+        np.array([len(item.shape) for item in items], "u1"),
+    )
+    _check([item.name for item in items], [item.shape for item in items], list(words), columns)
+    header = _HEADER.pack(
+        _MAGIC,
+        ITEMS_VERSION,
+        0,
+        len(items),
+        len(columns.shape),
+        len(name_bytes),
+        len(word_bytes),
+    )
+    table = b"".join((header, *(c.tobytes() for c in columns), name_bytes, word_bytes))
+    if len(table) > ITEM_TABLE_BYTES_MAX:
+        raise _Problem(
+            f"their table takes {len(table)} bytes, more than {ITEM_TABLE_BYTES_MAX}; use shorter "
+            "names or fewer items"
+        )
+    return table
+
+
+def _name_bytes(index: int, name: str) -> bytes:
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:
+        raise _Problem(f"the name of item {index} is not valid Unicode: {name[:80]!a}") from None
+    if not 0 < len(encoded) <= NAME_BYTES_MAX:
+        raise _Problem(
+            f"the name of item {index} takes {len(encoded)} bytes, not 1 to {NAME_BYTES_MAX}"
+        )
+    return encoded
+
+
+def _join_words(words: dict[str, int]) -> bytes:
+    for word in words:
+        # A word that is not plain ASCII could not be split again.
+        if len(word) > DTYPE_NAME_MAX or not word.isascii() or "\0" in word:
+            raise _Problem(f"{word[:DTYPE_NAME_MAX]!a} is neither a dtype nor an origin")
+    if len(words) > _WORDS_MAX:
+        raise _Problem(f"there are more than {_WORDS_MAX} different dtypes")
+    return "\0".join(words).encode()
+
+
+def _ints(items: Sequence[ItemSpec], what: str, form: str, values: list[int]) -> npt.NDArray[Any]:
+    try:
+        return np.array(values, form)
+    except OverflowError:
+        raise _Problem(
+            f"one of the {len(items)} items has a number in {what} that does not fit {form[1:]}"
+        ) from None
+
+
+def _decode(table: bytes) -> tuple[ItemSpec, ...]:
+    if len(table) > ITEM_TABLE_BYTES_MAX:
+        raise _Problem(f"it is larger than {ITEM_TABLE_BYTES_MAX} bytes")
+    if len(table) < _HEADER.size:
+        raise _Problem("it is shorter than its header")
+    magic, version, zero, count, dims, name_bytes, word_bytes = _HEADER.unpack_from(table)
+    if magic != _MAGIC or version != ITEMS_VERSION or zero:
+        raise _Problem(f"it does not start as a table of version {ITEMS_VERSION}")
+    sizes = [np.dtype(form).itemsize * (dims if per_dim else count) for form, per_dim in _LAYOUT]
+    names_at = _HEADER.size + sum(sizes)
+    if count > ITEMS_MAX or names_at + name_bytes + word_bytes != len(table):
+        raise _Problem(f"its size does not fit {count} items of {dims} dimensions in all")
+    starts = accumulate(sizes[:-1], initial=_HEADER.size)
+    columns = _Columns(
+        *(
+            np.frombuffer(table, form, dims if per_dim else count, at)
+            for (form, per_dim), at in zip(_LAYOUT, starts, strict=True)
+        )
+    )
+    if int(columns.ndim.sum(dtype=np.int64)) != dims or (columns.ndim > NDIM_MAX).any():
+        raise _Problem(f"its numbers of dimensions do not add up to {dims}")
+    names_end = names_at + name_bytes
+    names = _split_names(table[names_at:names_end], columns.name_length)
+    words = _split_words(table[names_end:])
+    shapes = list(_split_dims(columns.shape, columns.ndim))
+    _check(names, shapes, words, columns)
+    return tuple(
+        map(
+            ItemSpec,
+            names,
+            [_KINDS[code] for code in columns.kind.tolist()],
+            [words[index] for index in columns.dtype.tolist()],
+            shapes,
+            _split_dims(columns.global_shape, columns.ndim),
+            _split_dims(columns.offsets, columns.ndim),
+            columns.nbytes.tolist(),
+            columns.flags.astype(bool).tolist(),
+            [words[index] for index in columns.origin.tolist()],
+            columns.alias.tolist(),
+        )
+    )
+
+
+def _split_names(blob: bytes, lengths: npt.NDArray[np.uint16]) -> list[str]:
+    if int(lengths.sum(dtype=np.int64)) != len(blob):
+        raise _Problem("the lengths of its names do not add up")
+    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= NAME_BYTES_MAX:
+        raise _Problem(f"it has a name that is empty or longer than {NAME_BYTES_MAX} bytes")
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    try:
+        return [blob[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
+    except UnicodeDecodeError:
+        raise _Problem("it has a name that is not UTF-8") from None
+
+
+def _split_words(blob: bytes) -> list[str]:
+    if not blob.isascii():
+        raise _Problem("its dtypes are not ASCII")
+    words = blob.decode().split("\0")
+    if len(words) > _WORDS_MAX or max(map(len, words)) > DTYPE_NAME_MAX:
+        raise _Problem("it has too many or too long dtypes")
+    return words
+
+
+def _split_dims(
+    flat: npt.NDArray[np.int64], ndim: npt.NDArray[np.uint8]
+) -> Iterator[tuple[int, ...]]:
+    values = tuple(flat.tolist())
+    ends = np.cumsum(ndim, dtype=np.int64).tolist()
+    return (values[a:b] for a, b in zip([0, *ends], ends, strict=False))
+
+
+def _check(
+    names: list[str], shapes: list[tuple[int, ...]], words: list[str], columns: _Columns
+) -> None:
+    """Every rule that a table of well-formed columns must also keep, for readers and writers."""
+    if len(set(names)) != len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise _Problem(f"the name {twice[:200]!r} is used twice; give each item its own name")
+    for name in names:
+        if "\0" in name:
+            raise _Problem(f"the name {name[:200]!r} contains a NUL character")
+    checks = (
+        ("a kind that is not known", columns.kind >= len(_KINDS)),
+        ("flags that are not known", columns.flags > 1),
+        ("a dtype out of range", columns.dtype >= len(words)),
+        ("an origin out of range", columns.origin >= len(words)),
+        (f"a size outside 0 to {ITEM_BYTES_MAX} bytes", _outside(columns.nbytes)),
+    )
+    for what, wrong in checks:
+        if wrong.any():
+            raise _Problem(f"item {names[int(wrong.argmax())][:200]!r} has {what}")
+    # Offset + shape cannot overflow: both are at most ITEM_BYTES_MAX by then.
+    boxes = (
+        _outside(columns.shape)
+        | _outside(columns.offsets)
+        | _outside(columns.global_shape)
+        | (columns.offsets + columns.shape > columns.global_shape)
+    )
+    if boxes.any():
+        owner = np.searchsorted(np.cumsum(columns.ndim, dtype=np.int64), boxes.argmax(), "right")
+        raise _Problem(
+            f"item {names[int(owner)][:200]!r} does not lie inside its global shape, or its shape "
+            "is out of range"
+        )
+    _check_aliases(names, columns)
+    _check_sizes(names, shapes, words, columns)
+
+
+def _outside(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    outside: npt.NDArray[np.bool_] = (values < 0) | (values > ITEM_BYTES_MAX)
+    return outside
+
+
+def _check_aliases(names: list[str], columns: _Columns) -> None:
+    index = np.arange(len(names))
+    wrong = (columns.alias < -1) | (columns.alias >= index)
+    own = np.flatnonzero((columns.alias >= 0) & ~wrong)
+    target = columns.alias[own]
+    wrong[own] = columns.nbytes[target] != columns.nbytes[own]
+    if wrong.any():
+        raise _Problem(
+            f"item {names[int(wrong.argmax())][:200]!r} must share the bytes of an earlier item of "
+            "the same size"
+        )
+
+
+def _check_sizes(
+    names: list[str], shapes: list[tuple[int, ...]], words: list[str], columns: _Columns
+) -> None:
+    tensor = columns.kind == _KIND_CODES[ItemKind.TENSOR]
+    item_sizes = np.ones(len(words), np.int64)
+    for word in np.unique(columns.dtype[tensor]).tolist():
+        dtype = find_dtype(words[word])
+        if dtype is None:
+            raise _UnknownDtype(
+                f"dtype {words[word]!r} is not known here; a newer numpy or ml_dtypes may know it"
+            )
+        item_sizes[word] = dtype.itemsize
+    # Planners multiply global extents; this keeps every such product inside int64.
+    owner = np.repeat(np.arange(len(names)), columns.ndim)
+    bits = np.log2(np.maximum(item_sizes[columns.dtype], 1))
+    bits += np.bincount(owner, np.log2(np.maximum(columns.global_shape, 1)), len(names))
+    if (bits > GLOBAL_BYTES_LOG2_MAX).any():
+        raise _Problem(
+            f"the global shape of item {names[int(bits.argmax())][:200]!r} is larger than "
+            f"2**{GLOBAL_BYTES_LOG2_MAX} bytes"
+        )
+    rows = zip(
+        names,
+        shapes,
+        tensor.tolist(),
+        columns.dtype.tolist(),
+        item_sizes[columns.dtype].tolist(),
+        columns.nbytes.tolist(),
+        strict=True,
+    )
+    for name, shape, is_tensor, word, item_size, nbytes in rows:
+        if is_tensor:
+            if prod(shape) * item_size != nbytes:
+                raise _Problem(
+                    f"tensor {name[:200]!r} of {nbytes} bytes does not fit shape {shape} of "
+                    f"{words[word]}"
+                )
+        elif words[word] or shape not in ((), (nbytes,)):
+            raise _Problem(f"item {name[:200]!r} is no tensor but has a dtype or a shape")

@@ -1,0 +1,468 @@
+"""One group: the collective that writes one epoch, from its first member to its decision.
+
+::
+
+    GATHERING -> QUEUED -> ADMITTING -> COPYING -> STORING -> PREPARING -> DECIDING -> DONE
+        |          |           |           |           |          |           |
+        +----------+-----------+-----------+---------->ABORTING -> ABORT_DECIDING -> DONE
+
+STAGED is the step from COPYING to STORING: every member's bytes are in an agent's memory and the
+group is sealed. Before it, a lost member or the deadline aborts the group; after it, only the
+content or the store can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from groupio.errors import (
+    EpochConflict,
+    GroupAborted,
+    GroupIOError,
+    GroupTimeout,
+    InvalidInput,
+    Outcome,
+)
+from groupio.model import DecisionKey, Level, NodeReport
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+
+DECIDE_TRIES = 5
+"""How often an abort decision is tried before the outcome is reported as unknown."""
+
+DECIDE_BACKOFF_S = 0.2
+
+
+class Phase(StrEnum):
+    """Where a group stands."""
+
+    GATHERING = "gathering"
+    QUEUED = "queued"
+    ADMITTING = "admitting"
+    COPYING = "copying"
+    STORING = "storing"
+    PREPARING = "preparing"
+    DECIDING = "deciding"
+    ABORTING = "aborting"
+    ABORT_DECIDING = "abort_deciding"
+    DONE = "done"
+
+
+BEFORE_STAGED = (Phase.GATHERING, Phase.QUEUED, Phase.ADMITTING, Phase.COPYING)
+HOLDS_MEMORY = tuple(p for p in Phase if p not in (Phase.GATHERING, Phase.QUEUED, Phase.DONE))
+
+_AGREED = ("world_size", "deadline_s", "replicated", "when_full", "rewind_to")
+"""What all members of a group have to say alike."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """A member in its group."""
+
+    opened: ev.MemberOpened
+    copied: bool = False
+
+    @property
+    def seat(self) -> fx.MemberSeat:
+        return fx.MemberSeat(self.opened.rank, self.opened.client, self.opened.save_id)
+
+
+@dataclass(slots=True)
+class Group:
+    """The machine of one group; its controller calls it and sends its effects."""
+
+    number: int
+    epoch: int
+    incarnation: int
+    lineage: int
+    world_size: int
+    node_local: bool = True
+    phase: Phase = Phase.GATHERING
+    seats: dict[int, Seat] = field(default_factory=dict)
+    key: DecisionKey | None = None
+    store: bool = True
+    outcome: Outcome = Outcome.NOT_COMMITTED
+    content_id: bytes = b""
+    _admitted: set[str] = field(default_factory=set)
+    _published: bool = False
+    _publishing: bool = False
+    _reports: dict[str, NodeReport] = field(default_factory=dict)
+    _busy: set[str] = field(default_factory=set)
+    _prepared: bool = False
+    _error: GroupIOError | None = None
+    _tries: int = 0
+
+    # -- questions ---------------------------------------------------------
+
+    @property
+    def timer(self) -> str:
+        """The name of this group's timer."""
+        return f"group-{self.number}"
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that the group still waits for."""
+        if self.phase is Phase.GATHERING:
+            return tuple(r for r in range(self.world_size) if r not in self.seats)
+        if self.phase is Phase.COPYING:
+            return tuple(sorted(r for r, seat in self.seats.items() if not seat.copied))
+        return ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that members run on, in rank order."""
+        return tuple(dict.fromkeys(self.seats[r].opened.node for r in sorted(self.seats)))
+
+    @property
+    def first(self) -> ev.MemberOpened:
+        """The member that opened the group."""
+        return next(iter(self.seats.values())).opened
+
+    @property
+    def ready(self) -> bool:
+        """All nodes have stored their parts."""
+        return self.phase is Phase.STORING and set(self._reports) == set(self.nodes)
+
+    def rank_of(self, client: str) -> int | None:
+        """The rank of a client in this group, or None."""
+        for rank, seat in self.seats.items():
+            if seat.opened.client == client:
+                return rank
+        return None
+
+    # -- gathering ---------------------------------------------------------
+
+    def join(self, event: ev.MemberOpened) -> list[fx.Effect]:
+        """Take a member in; the first one starts the deadline. Disagreement fails the group."""
+        assert self.phase is Phase.GATHERING
+        effects: list[fx.Effect] = []
+        if not self.seats:
+            remaining = max(0.0, event.deadline_s - event.elapsed_s)
+            effects.append(fx.StartTimer(self.timer, remaining))
+        self.seats[event.rank] = Seat(event)
+        for name in _AGREED:
+            ours, theirs = getattr(self.first, name), getattr(event, name)
+            if ours != theirs:
+                return effects + self.fail(_disagreement(name, self.first, event))
+        if not self.missing:
+            self.phase = Phase.QUEUED
+        return effects
+
+    def admit(self, key: DecisionKey, *, store: bool) -> list[fx.Effect]:
+        """Begin: reserve memory on all nodes and make the attempt visible in the store."""
+        assert self.phase is Phase.QUEUED
+        self.phase, self.key, self.store = Phase.ADMITTING, key, store
+        effects: list[fx.Effect] = []
+        if store:
+            self._publishing = True
+            effects.append(
+                fx.PublishInflight(self.number, key, self.incarnation, self.world_size)
+            )
+        self._busy = set(self.nodes)
+        for node in self.nodes:
+            seats = tuple(
+                self.seats[r].seat for r in sorted(self.seats) if self._node(r) == node
+            )
+            effects.append(
+                fx.AdmitGroup(node, self.number, key, seats, store, self.first.when_full)
+            )
+        return effects
+
+    def _node(self, rank: int) -> str:
+        return self.seats[rank].opened.node
+
+    # -- events ---------------------------------------------------------
+
+    def handle(self, event: Any) -> list[fx.Effect]:
+        """The effects of an event that names this group. Late and repeated ones change nothing."""
+        match event:
+            case ev.NodeAdmitted(node=node):
+                return self._on_admitted(node)
+            case ev.InflightPublished(error=error):
+                return self._on_published(error)
+            case ev.NodeRefused(error=error) | ev.NodeFailed(error=error):
+                return self.fail(error)
+            case ev.MemberCopied(rank=rank):
+                return self._on_copied(rank)
+            case ev.MemberFailed(rank=rank, error=error):
+                return self._on_member_failed(rank, error)
+            case ev.NodeStored(node=node, report=report):
+                if self.phase in (Phase.COPYING, Phase.STORING):
+                    self._reports[node] = report
+                return []
+            case ev.NodeIdle(node=node):
+                self._busy.discard(node)
+                return self._maybe_decide_abort()
+            case ev.Prepared() | ev.Compared():
+                return self._on_prepared(event)
+            case ev.Decided():
+                return self._on_decided(event)
+            case ev.TimerFired():
+                return self._on_timer()
+        raise AssertionError(f"group {self.number} got {event!r}")
+
+    def _on_admitted(self, node: str) -> list[fx.Effect]:
+        self._admitted.add(node)
+        return self._maybe_copy()
+
+    def _on_published(self, error: GroupIOError | None) -> list[fx.Effect]:
+        self._publishing = False
+        if error is None:
+            self._published = True
+            return self._maybe_copy() + self._maybe_decide_abort()
+        if self.phase is Phase.ABORTING:
+            return self._maybe_decide_abort()
+        return self.fail(error)
+
+    def _maybe_copy(self) -> list[fx.Effect]:
+        if self.phase is not Phase.ADMITTING or self._admitted != set(self.nodes):
+            return []
+        if self.store and not self._published:
+            return []
+        self.phase = Phase.COPYING
+        return [fx.StartCopy(node, self.number) for node in self.nodes]
+
+    def _on_copied(self, rank: int) -> list[fx.Effect]:
+        if self.phase is not Phase.COPYING or rank not in self.seats:
+            return []
+        self.seats[rank].copied = True
+        if self.missing:
+            return []
+        self.phase = Phase.STORING
+        arrivals = [seat.opened.at - seat.opened.elapsed_s for seat in self.seats.values()]
+        told = [
+            fx.TellReached(s.seat, Level.STAGED, min(arrivals), max(arrivals))
+            for s in self.seats.values()
+        ]
+        return [fx.StopTimer(self.timer), *told]
+
+    def _on_member_failed(self, rank: int, error: GroupIOError) -> list[fx.Effect]:
+        seat = self.seats.get(rank)
+        if seat is None or seat.copied or self.phase not in BEFORE_STAGED:
+            return []
+        return self.fail(
+            GroupAborted(
+                f"Rank {rank} gave up the save of epoch {self.epoch}: {error.message}",
+                members=(rank,),
+                epoch=self.epoch,
+            )
+        )
+
+    def lose(self, rank: int, why: str) -> list[fx.Effect]:
+        """A member is gone. One whose bytes are all in memory is no longer needed."""
+        seat = self.seats.get(rank)
+        if self.phase not in BEFORE_STAGED or (seat is not None and seat.copied):
+            return []
+        return self.fail(
+            GroupAborted(
+                f"Rank {rank} {why} before epoch {self.epoch} was staged; epoch {self.epoch} is "
+                "not saved, earlier epochs are intact. Restart the rank and save again.",
+                members=(rank,),
+                epoch=self.epoch,
+            )
+        )
+
+    def _on_timer(self) -> list[fx.Effect]:
+        if self.phase is Phase.ABORT_DECIDING:
+            return self._decide_abort()
+        if self.phase not in BEFORE_STAGED:
+            return []
+        missing, limit = self.missing, self.first.deadline_s
+        what = {
+            Phase.GATHERING: f"rank(s) {_ranks(missing)} did not call save",
+            Phase.QUEUED: "earlier epochs were still in flight",
+            Phase.ADMITTING: "there was no room in host memory",
+            Phase.COPYING: f"rank(s) {_ranks(missing)} did not finish copying",
+        }[self.phase]
+        return self.fail(
+            GroupTimeout(
+                f"Epoch {self.epoch} was not staged within {limit:g} s: {what}. Look at the named "
+                "ranks, or give a longer deadline_s.",
+                missing=missing,
+                epoch=self.epoch,
+            )
+        )
+
+    # -- decision ---------------------------------------------------------
+
+    def prepare(self) -> list[fx.Effect]:
+        """All parts are stored and earlier epochs are decided: write the epoch record."""
+        assert self.ready
+        assert self.key is not None
+        self.phase = Phase.PREPARING
+        reports = tuple(self._reports[node] for node in self.nodes)
+        if not self.store:
+            return [fx.CompareEpoch(self.number, self.key, self.world_size, reports)]
+        by_rank = sorted(self.seats)
+        metadata = next(
+            (m for r in by_rank if (m := self.seats[r].opened.metadata)), dict[str, Any]()
+        )
+        return [
+            fx.PrepareEpoch(
+                self.number,
+                self.key,
+                self.incarnation,
+                self.world_size,
+                reports,
+                self.first.replicated,
+                metadata,
+            )
+        ]
+
+    def _on_prepared(self, event: ev.Prepared | ev.Compared) -> list[fx.Effect]:
+        if self.phase is not Phase.PREPARING:
+            return []
+        assert self.key is not None
+        if event.error is not None:
+            return self.fail(event.error)
+        if isinstance(event, ev.Compared):
+            if event.equal:
+                return self._committed()
+            return self.fail(
+                EpochConflict(
+                    f"Epoch {self.epoch} is committed already, with other content; it stays as it "
+                    f"is. Save under a newer epoch, or connect(rewind_to=...) below {self.epoch}.",
+                    epoch=self.epoch,
+                    outcome=Outcome.COMMITTED,
+                )
+            )
+        self._prepared = True
+        self.content_id = event.content_id
+        self.phase = Phase.DECIDING
+        effects = [] if self.node_local else self._tell(Level.REMOTE)
+        return [*effects, fx.Decide(self.number, self.key, True, self.incarnation)]
+
+    def _tell(self, level: Level, *notes: str) -> list[fx.Effect]:
+        return [fx.TellReached(seat.seat, level, notes=notes) for seat in self.seats.values()]
+
+    def fail(self, error: GroupIOError) -> list[fx.Effect]:
+        """Give the group up with this error; later reasons do not replace the first."""
+        if self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING, Phase.DECIDING, Phase.DONE):
+            return []
+        self._error = error
+        effects: list[fx.Effect] = [fx.StopTimer(self.timer)]
+        if self.phase in (Phase.GATHERING, Phase.QUEUED):
+            return effects + self._failed(delete=False)
+        self.phase = Phase.ABORTING
+        effects += [fx.AbortGroup(node, self.number) for node in self.nodes]
+        return effects
+
+    def _maybe_decide_abort(self) -> list[fx.Effect]:
+        if self.phase is not Phase.ABORTING or self._busy or self._publishing:
+            return []
+        if not self._published:
+            # Nobody has seen this attempt: there is nothing to decide.
+            return self._failed(delete=self.store)
+        self.phase = Phase.ABORT_DECIDING
+        return self._decide_abort()
+
+    def _decide_abort(self) -> list[fx.Effect]:
+        assert self.key is not None
+        assert self._error is not None
+        self._tries += 1
+        members = getattr(self._error, "members", None) or getattr(self._error, "missing", ())
+        return [
+            fx.Decide(
+                self.number,
+                self.key,
+                False,
+                self.incarnation,
+                self._error.message,
+                tuple(members or ()),
+                drop_segments_if_full=not self._prepared,
+            )
+        ]
+
+    def _on_decided(self, event: ev.Decided) -> list[fx.Effect]:
+        if self.phase is Phase.ABORT_DECIDING:
+            return self._on_abort_decided(event)
+        if self.phase is not Phase.DECIDING:
+            return []
+        if event.error is not None:
+            self._error = event.error
+            return self._unknown()
+        if event.committed and event.ours:
+            return self._committed()
+        return self._overruled(event)
+
+    def _on_abort_decided(self, event: ev.Decided) -> list[fx.Effect]:
+        if event.error is not None:
+            if self._tries < DECIDE_TRIES:
+                delay = DECIDE_BACKOFF_S * 2 ** (self._tries - 1)
+                return [fx.StartTimer(self.timer, delay)]
+            return self._unknown()
+        if event.committed:
+            return self._committed() if event.ours else self._overruled(event)
+        return self._failed(delete=True)
+
+    def _overruled(self, event: ev.Decided) -> list[fx.Effect]:
+        """Another controller decided this attempt."""
+        assert self.key is not None
+        if event.committed:
+            self._error = EpochConflict(
+                f"Another controller committed epoch {self.epoch} as {self.key}; end one of the "
+                "two jobs that write to this store.",
+                epoch=self.epoch,
+                outcome=Outcome.COMMITTED,
+            )
+            return self._failed(delete=False)
+        self._error = GroupAborted(
+            f"Another controller aborted epoch {self.epoch} ({self.key}); save it again.",
+            members=(),
+            epoch=self.epoch,
+        )
+        return self._failed(delete=True)
+
+    def _unknown(self) -> list[fx.Effect]:
+        assert self._error is not None
+        self._error = self._error.with_outcome(Outcome.UNKNOWN)
+        self.outcome = Outcome.UNKNOWN
+        return self._failed(delete=False)
+
+    def _committed(self) -> list[fx.Effect]:
+        assert self.key is not None
+        self.phase, self.outcome = Phase.DONE, Outcome.COMMITTED
+        same = f"epoch {self.epoch} was committed before with the same content"
+        notes = () if self.store else (same,)
+        effects: list[fx.Effect] = []
+        if self.node_local or not self.store:
+            effects += self._tell(Level.REMOTE)
+        effects += self._tell(Level.DURABLE, *notes)
+        effects += [
+            fx.CloseGroup(node, self.number, committed=self.store, keep_segments=self.store)
+            for node in self.nodes
+        ]
+        if self.store:
+            effects.append(fx.ForgetInflight(self.number, self.key))
+        return effects
+
+    def _failed(self, *, delete: bool) -> list[fx.Effect]:
+        assert self._error is not None
+        had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)
+        decided = self._published and self.outcome is not Outcome.UNKNOWN
+        self.phase = Phase.DONE
+        effects: list[fx.Effect] = [
+            fx.TellFailed(seat.seat, self._error) for seat in self.seats.values()
+        ]
+        if had_memory:
+            effects += [
+                fx.CloseGroup(node, self.number, committed=False, keep_segments=not delete)
+                for node in self.nodes
+            ]
+        if decided and self.key is not None:
+            effects.append(fx.ForgetInflight(self.number, self.key))
+        return effects
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
+
+
+def _disagreement(name: str, a: ev.MemberOpened, b: ev.MemberOpened) -> InvalidInput:
+    return InvalidInput(
+        f"Members disagree on {name} of epoch {a.epoch}: rank {a.rank} says "
+        f"{getattr(a, name)!r}, rank {b.rank} says {getattr(b, name)!r}; give all ranks the same."
+    )
