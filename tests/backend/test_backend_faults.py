@@ -13,7 +13,7 @@ import pytest
 
 from groupio.backend.base import EPOCHS, PREPARED, SEGMENTS
 from groupio.backend.posix import PosixBackend
-from groupio.errors import InvalidInput, Outcome, StorageError, StorageFull
+from groupio.errors import IntegrityError, InvalidInput, Outcome, StorageError, StorageFull
 from groupio.model import PAGE_BYTES
 from groupio.testing.backend_suite import KEY, pages
 
@@ -271,8 +271,29 @@ def test_failed_close_is_an_error(store: PosixBackend, monkeypatch: Any) -> None
 
 def test_read_error_is_not_damage(store: PosixBackend, monkeypatch: Any) -> None:
     store.put(EPOCHS, "x", b"data", durable=False)
-    fail(monkeypatch, "preadv", errno.EIO)
-    with pytest.raises(StorageError) as error:
-        store.read(EPOCHS, "x")
-    assert error.value.errno == errno.EIO
+    view = memoryview(bytearray(4))
+    for name in ("pread", "preadv"):
+        fail(monkeypatch, name, errno.EIO)
+        with pytest.raises(StorageError) as error:
+            store.read(EPOCHS, "x") if name == "pread" else store.read_into(EPOCHS, "x", 0, view)
+        assert error.value.errno == errno.EIO
     assert store.read(EPOCHS, "x") == b"data"
+
+
+def test_cut_reads_are_continued(store: PosixBackend, monkeypatch: Any) -> None:
+    data = bytes(range(256))
+    store.put(EPOCHS, "x", data, durable=False)
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, length, at: pread(fd, min(length, 100), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    assert store.read(EPOCHS, "x", 3, 250) == data[3:253]
+
+
+def test_file_cut_short_while_it_is_read(store: PosixBackend, tmp_path: Path) -> None:
+    store.put(EPOCHS, "x", bytes(100), durable=False)
+    with store.reader(EPOCHS, "x") as reader:
+        os.truncate(tmp_path / "store" / EPOCHS / "x", 50)
+        with pytest.raises(IntegrityError):
+            reader.read(0, 100)
+        with pytest.raises(IntegrityError):
+            reader.read_into(0, memoryview(bytearray(100)))

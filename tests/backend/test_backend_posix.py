@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import mounted, unprivileged
+from backend_tools import mounted, unprivileged
 
 from groupio.backend.base import EPOCHS, FOLDERS, INFLIGHT, PREPARED, SEGMENTS, Backend
 from groupio.backend.mounts import filesystem_type, is_node_local

@@ -37,7 +37,7 @@ def commit(store: PosixBackend, epoch: int) -> bool:
     """Save one epoch in the order of the real commit path."""
     key = key_of(epoch)
     name = segment_name(key, "node", 0)
-    with mmap.mmap(-1, PAGES * PAGE_BYTES) as memory, memoryview(memory) as view:
+    with memoryview(mmap.mmap(-1, PAGES * PAGE_BYTES)) as view:
         view[:] = os.urandom(len(view))
         digest = hashlib.sha256(bytes(view) + TAIL).hexdigest()
         segment = store.create_segment(name)

@@ -1,21 +1,22 @@
 """Kill a program, or fail it, at any one of its system calls.
 
 A first run under strace counts the calls after a marker; further runs repeat it and inject a
-signal or an error at the n-th call of one kind. At the marker the program forks: strace counts
-for each process, so what the interpreter does before, which varies, does not shift the numbers.
+signal or an error at the n-th call of one kind. The program must do the same calls each time.
+strace is attached while the program waits at the marker, so that what the interpreter does
+before, which varies, neither counts nor is hit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-MARKER = "/groupio-marker"
-"""The program calls ``mark()`` where the part of interest begins."""
 
 COMMIT_CALLS = (
     *("openat", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "close", "fcntl"),
@@ -24,12 +25,12 @@ COMMIT_CALLS = (
 )
 """Every kind of call by which a save changes a disk, or learns of it."""
 
-_LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
+_LINE = re.compile(r"^(\d+ +)?(\w+)\((.*)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One system call of a run: the ``number``-th of its ``name`` after the marker."""
+    """One system call: the ``number``-th of its ``name`` in its thread after the marker."""
 
     name: str
     number: int
@@ -37,15 +38,9 @@ class Call:
 
 
 def mark() -> None:
-    """Begin the part of the program that :func:`calls` returns: it goes on in a child.
-
-    The parent waits and ends as the child does (128 + the number of a signal that killed it).
-    """
-    child = os.fork()
-    if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
-    os.access(MARKER, os.F_OK)
+    """Begin the part of the program that is traced: tell the tracer, wait for its line."""
+    print(json.dumps({"marked": os.getpid()}), flush=True)
+    sys.stdin.readline()
 
 
 def calls(
@@ -55,22 +50,15 @@ def calls(
 
     Descriptors show with their paths (``5</tmp/x>``).
     """
-    done = _strace(command, log, ["-y", "-e", "trace=" + ",".join((*names, *_MARKS))], timeout_s)
-    counts: dict[str, int] = {}
+    done = _traced(command, log, ["-y", "-e", "trace=" + ",".join(names)], timeout_s)
+    counts: dict[tuple[str, str], int] = {}
     found: list[Call] = []
-    marked = ""
     for line in log.read_text(errors="replace").splitlines():
         match = _LINE.match(line)
-        if match is None:
-            continue
-        process, name, text = match.groups()
-        if MARKER in text:
-            marked = process
-        elif marked == process:
-            counts[name] = counts.get(name, 0) + 1
-            found.append(Call(name, counts[name], text))
-    if not marked:
-        raise RuntimeError(f"{command} never reached the marker:\n{done.stdout}{done.stderr}")
+        if match is not None:
+            thread, name, text = match.groups()
+            counts[thread, name] = counts.get((thread, name), 0) + 1
+            found.append(Call(name, counts[thread, name], text))
     return done, found
 
 
@@ -79,20 +67,39 @@ def inject(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` with ``action`` at ``call``, such as "signal=SIGKILL" or "error=EIO"."""
     what = f"inject={call.name}:{action}:when={call.number}"
-    return _strace(command, log, ["-e", f"trace={call.name}", "-e", what], timeout_s)
+    return _traced(command, log, ["-e", f"trace={call.name}", "-e", what], timeout_s)
 
 
-_MARKS = ("?access", "faccessat", "?faccessat2")
+@contextmanager
+def attached(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
+    """Trace the process ``pid`` and all its threads from now on, until it ends.
+
+    The process has to end inside the block.
+    """
+    command = ["strace", "-f", "-p", str(pid), "-o", str(log), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        said = tracer.stderr.readline()
+        if "attached" not in said:
+            tracer.kill()
+            raise RuntimeError(f"strace cannot attach to process {pid}: {said}")
+        yield
+        tracer.wait(timeout=30)
 
 
-def _strace(
+def _traced(
     command: Sequence[str], log: Path, options: Sequence[str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log), *options, "--", *command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            if "marked" not in said:
+                raise RuntimeError(f"{command} never reached the marker: {said}")
+            with attached(json.loads(said)["marked"], log, options):
+                # Lines for the marker and for every later pause.
+                out, err = process.communicate("\n" * 1000, timeout=timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)

@@ -119,7 +119,7 @@ def test_atomic_finds_missing_resized_moved_and_rotten() -> None:
     gone = dataclasses.replace(store, segments={NAME_2: store.segments[NAME_2]})
     assert {(v.key, v.path) for v in inv.check_atomic(gone)} == {(FIRST, NAME_1), (SECOND, NAME_1)}
 
-    short = with_segment(store, segment_of(NAME_2, SECOND, bytes=16000))
+    short = with_segment(store, segment_of(NAME_2, SECOND, total_bytes=16000))
     assert [v.path for v in inv.check_atomic(short)] == [NAME_2]
 
     moved = with_segment(store, segment_of(NAME_2, SECOND, offsets=ints(4096, 8256)))

@@ -40,6 +40,10 @@ from groupio.wire import Channel, ChannelClosed
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
+
+PROCESS_END_S = 0.1
+"""A killed process loses its sockets a moment before it is seen to have ended."""
+
 _NICE = 19
 
 
@@ -199,10 +203,16 @@ class Driver:
             self._loop.remove_reader(peer.channel.fileno())
             peer.connected = False
             peer.channel.close()
-            if peer.hello is not None:
-                # Where the process cannot be watched, the end of its socket has to do.
-                self.member_gone(peer, process_gone=peer.process_gone or peer.pidfd < 0)
+            if peer.hello is not None and not peer.process_gone:
+                self._loop.call_later(PROCESS_END_S, self._closed_only, peer)
         self._forget_if_over(peer)
+
+    def _closed_only(self, peer: Peer) -> None:
+        """The connection ended and the process did not: it closed its client, or broke off."""
+        if not peer.process_gone:
+            # Where the process cannot be watched, the end of its socket has to do.
+            self.member_gone(peer, process_gone=peer.pidfd < 0)
+            self._forget_if_over(peer)
 
     def _process_ended(self, peer: Peer) -> None:
         assert self._loop is not None
@@ -225,7 +235,7 @@ class Driver:
         self.tell_machine(event)
 
     def _forget_if_over(self, peer: Peer) -> None:
-        if peer.connected or peer.pidfd >= 0:
+        if peer.connected or (peer.pidfd >= 0 and not peer.process_gone):
             return
         self.peers.pop(id(peer), None)
         if peer.hello is not None and self.clients.get(peer.client) is peer:

@@ -17,6 +17,7 @@ from groupio.protocol import events as ev
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
+    from groupio.agent.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Flushing:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._jobs: dict[int, FlushJob] = {}
+        self._jobs: dict[int, tuple[FlushJob, Job]] = {}
         self.tables = Tables()
         self.items: dict[tuple[str, int], tuple[ItemSpec, ...]] = {}
         """The items of each client's save that is not over."""
@@ -65,24 +66,25 @@ class Flushing:
             case fx.AddWave():
                 self._add(effect)
             case fx.FinishJob(group=group):
-                self._jobs[group].finish()
+                self._jobs[group][0].finish()
             case fx.CancelJob(group=group):
-                self._jobs[group].cancel(lambda: self._post(ev.JobIdle(group)))
+                self._jobs[group][0].cancel(lambda: self._post(ev.JobIdle(group)))
             case fx.EndJob(group=group, delete_segments=delete):
                 self._end(group, delete)
 
     def delete_segments(self, group: int) -> None:
         """Delete what an idle job wrote; called from the store's thread."""
-        job = self._jobs.get(group)
-        if job is not None:
-            job.delete_segments()
+        found = self._jobs.get(group)
+        if found is not None:
+            found[0].delete_segments()
 
     def _post(self, event: object) -> None:
         self._driver.post(lambda: self._driver.tell_machine(event))
 
     def _start(self, effect: fx.StartJob) -> None:
         group = effect.group
-        store = self._driver.job_of_group(group).store
+        job = self._driver.job_of_group(group)
+        store = job.store
 
         def done(report: NodeReport) -> None:
             self._post(ev.JobStored(group, report))
@@ -90,7 +92,7 @@ class Flushing:
         def failed(error: GroupIOError) -> None:
             self._post(ev.JobFailed(group, error))
 
-        self._jobs[group] = FlushJob(
+        flush = FlushJob(
             backend=store.backend,
             store_id=store.backend.identity[0],
             key=effect.key,
@@ -102,6 +104,7 @@ class Flushing:
             on_done=done,
             on_error=failed,
         )
+        self._jobs[group] = (flush, job)
 
     def _add(self, effect: fx.AddWave) -> None:
         wave = effect.wave
@@ -123,7 +126,7 @@ class Flushing:
             )
             self._post(ev.JobFailed(effect.group, full))
             return
-        self._jobs[effect.group].add_wave(
+        self._jobs[effect.group][0].add_wave(
             effect.rank,
             effect.number,
             items,
@@ -135,7 +138,7 @@ class Flushing:
         )
 
     def _end(self, group: int, delete: bool) -> None:
-        flush = self._jobs.pop(group)
+        flush, job = self._jobs.pop(group)
         counts, metrics = flush.counts(), self._driver.metrics
         metrics.add("groupio_hashed_bytes", counts.hashed_bytes)
         metrics.add("groupio_hashed_chunks", counts.hashed_chunks)
@@ -143,4 +146,4 @@ class Flushing:
         metrics.add("groupio_duplicate_bytes", counts.known_bytes, "store")
         metrics.add("groupio_written_bytes", counts.new_bytes)
         if delete:
-            self._driver.job_of_group(group).run(flush.delete_segments)
+            job.run(flush.delete_segments)

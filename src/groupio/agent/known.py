@@ -118,13 +118,6 @@ class KnownChunks:
         with self._lock:
             self._bury(_as_row(digest), spare=set())
 
-    def forget(self) -> None:
-        """Know nothing any more: the store was exchanged or its epochs were deleted."""
-        with self._lock:
-            self._epochs.clear()
-            self._store_id = None
-            self._index = _build([], self._rewrite_after)
-
     def lookup(self, digest: bytes, length: int) -> tuple[SegmentRef, int] | None:
         """The segment that has the chunk and the offset in it; None when it is not known."""
         index = self._index
@@ -150,7 +143,7 @@ def _as_row(digest: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _prefixes(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    whole = np.ascontiguousarray(digests).view(np.uint64).reshape(len(digests), -1)
+    whole = np.ascontiguousarray(digests).view(np.uint64).reshape(len(digests), DIGEST_BYTES // 8)
     return np.ascontiguousarray(whole[:, 0])
 
 

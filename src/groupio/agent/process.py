@@ -29,6 +29,8 @@ from groupio import wire
 from groupio.errors import AgentLost, InvalidInput
 
 _LOCK_POLL_S = 0.005
+_TAKE_S = 0.5
+"""A probe of the life lock (:func:`is_alive`) may hold it for a moment, no longer than this."""
 _READY_BYTES_MAX = 64 << 10
 
 
@@ -109,7 +111,7 @@ def make_runtime_dir(paths: RuntimePaths) -> None:
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds the exclusive flock of ``path``, or None when another holds it.
 
-    The lock lasts until the descriptor is closed. OSError when the file cannot be opened.
+    The lock lasts until :func:`unlock` or the end of the process. OSError when the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o600)
@@ -141,7 +143,16 @@ def starter_lock(paths: RuntimePaths, deadline: float) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(fd)
+        unlock(fd)
+
+
+def unlock(fd: int) -> None:
+    """Free a lock that :func:`try_lock` took.
+
+    Closing alone would not do: a child forked meanwhile has the same open file.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def is_alive(paths: RuntimePaths) -> bool:
@@ -149,7 +160,7 @@ def is_alive(paths: RuntimePaths) -> bool:
     fd = try_lock(paths.alive)
     if fd is None:
         return True
-    os.close(fd)
+    unlock(fd)
     return False
 
 
@@ -176,15 +187,17 @@ class Residence:
     def take(cls, paths: RuntimePaths) -> Residence:
         """Take the life lock, then bind the socket (replacing that of a dead agent).
 
-        The caller (or the process that started it) holds the starter's lock. AgentLost when
-        another agent of this version lives.
+        AgentLost when another agent of this version lives.
         """
-        alive_fd = try_lock(paths.alive)
-        if alive_fd is None:
-            raise AgentLost(
-                f"an agent (process {holder_pid(paths)}) already serves {paths.directory}",
-                log=str(paths.log),
-            )
+        deadline = time.monotonic() + _TAKE_S
+        while (alive_fd := try_lock(paths.alive)) is None:
+            if time.monotonic() >= deadline:
+                raise AgentLost(
+                    f"an agent (process {holder_pid(paths)}) already serves {paths.directory}; "
+                    "use that one or stop it first",
+                    log=str(paths.log),
+                )
+            time.sleep(_LOCK_POLL_S)
         try:
             os.ftruncate(alive_fd, 0)
             os.pwrite(alive_fd, f"{os.getpid()}\n".encode(), 0)
@@ -209,7 +222,7 @@ class Residence:
         try:
             self.paths.socket.unlink(missing_ok=True)
         finally:
-            os.close(lock)
+            unlock(lock)
         return True
 
     def close(self) -> None:
@@ -277,18 +290,6 @@ def detach(*, double_fork: bool = True) -> None:
         os.setsid()
     os.chdir("/")
     os.umask(0o077)
-
-
-def redirect_stdio(log: Path) -> None:
-    """Let standard input read nothing, and standard output and error go to ``log``."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    os.dup2(null, 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    for fd in (null, out):
-        if fd > 2:
-            os.close(fd)
 
 
 def raise_fd_limit() -> int:

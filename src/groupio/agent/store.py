@@ -28,7 +28,7 @@ from groupio.format.records import (
     encode_inflight,
     encode_lineage,
 )
-from groupio.model import DecisionKey, Lineage, Manifest, NodeReport
+from groupio.model import DecisionKey, Lineage, Manifest
 from groupio.plan import dedup
 from groupio.plan.layout import lay_out
 from groupio.protocol import effects as fx
@@ -140,10 +140,11 @@ class JobStore:
     def prepare(self, effect: fx.PrepareEpoch) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return."""
         reports = effect.reports
-        found = dedup.divergence(reports)
+        merged = dedup.merge(reports)
+        found = dedup.divergence(reports, merged)
         if found:
             raise _divergence(effect.key.epoch, found)
-        manifest = self._build(effect, reports)
+        manifest = self._build(effect, merged)
         for segment in manifest.segments:
             if not segment.own:
                 self._check_segment(segment.name, segment.bytes)
@@ -154,7 +155,8 @@ class JobStore:
         self._prepared[effect.key] = manifest
         return manifest.header.content_id
 
-    def _build(self, effect: fx.PrepareEpoch, reports: tuple[NodeReport, ...]) -> Manifest:
+    def _build(self, effect: fx.PrepareEpoch, merged: dedup.Merged) -> Manifest:
+        reports = effect.reports
         topology = {r.node: [m.rank for m in r.members] for r in reports}
         ids = {m.rank: m.items_id for r in reports for m in r.members}
         return dedup.build_manifest(
@@ -169,6 +171,7 @@ class JobStore:
             created_at=time.time(),
             metadata=effect.metadata,
             replicated=effect.replicated,
+            merged=merged,
         )
 
     def _check_segment(self, name: str, size: int) -> None:

@@ -42,7 +42,7 @@ class BouncePool:
                     return self._free.pop()
                 if self._left > 0:
                     self._left -= 1
-                    return mmap.mmap(-1, BOUNCE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    return _new_buffer()
                 self._changed.wait(0.05)
         return None
 
@@ -51,6 +51,16 @@ class BouncePool:
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
+
+
+def _new_buffer() -> mmap.mmap:
+    buffer = mmap.mmap(-1, BOUNCE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        # A direct write out of huge pages is up to a third faster than out of small ones.
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # this kernel has none
+    return buffer
 
 
 class WorkerPool:
@@ -69,7 +79,7 @@ class WorkerPool:
         cpu_count: int | None = None,
         nice: int = 19,
     ) -> None:
-        self.bounce = BouncePool(hash_threads + write_threads + 2)
+        self.bounce = BouncePool(hash_threads + write_threads + 4)
         self._copies_active = copies_active
         self._cpu_count = cpu_count or len(os.sched_getaffinity(0))
         self._nice = nice

@@ -67,6 +67,14 @@ def _free_bytes(near: int | None) -> int | None:
         return None
 
 
+def close_quietly(fd: int) -> None:
+    """Close a descriptor that nothing was written through: its errors say nothing about bytes."""
+    try:
+        os.close(fd)
+    except OSError:
+        pass  # Linux has released the descriptor all the same
+
+
 def free_bytes(fd: int) -> int:
     """Bytes that an unprivileged writer may still use on the file system of ``fd``."""
     stat = os.fstatvfs(fd)

@@ -13,7 +13,7 @@ import stat
 import threading
 from dataclasses import dataclass
 
-from groupio.backend.faults import storage_error
+from groupio.backend.faults import close_quietly, storage_error
 from groupio.errors import InvalidInput, Outcome, StorageError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
@@ -61,9 +61,14 @@ class Folder:
     """
 
     def __init__(self, fd: int, path: str) -> None:
+        """Take over ``fd``; it is closed when this fails."""
         self.fd = fd
         self.path = path
-        status = os.fstat(fd)
+        try:
+            status = os.fstat(fd)
+        except OSError as error:
+            close_quietly(fd)
+            raise storage_error(error, path, "look at") from error
         self.identity = (status.st_dev, status.st_ino)
         self._lock = threading.Lock()
         self._made = 0
@@ -104,7 +109,7 @@ class Folder:
     def close(self) -> None:
         """Close the descriptor. Safe to repeat."""
         if self.fd >= 0:
-            os.close(self.fd)
+            close_quietly(self.fd)
             self.fd = -1
 
 
@@ -157,11 +162,12 @@ def make_folder(parent: Folder, name: str, modes: Modes) -> Folder:
 def open_root(path: str) -> Folder:
     """Open the store's own directory (symbolic links on the way to it are the user's affair)."""
     try:
-        return Folder(os.open(path, _OPEN_DIRECTORY), path)
+        fd = os.open(path, _OPEN_DIRECTORY)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise storage_error(error, path, "open the store") from error
+    return Folder(fd, path)
 
 
 def make_root(path: str, modes: Modes) -> list[str]:
@@ -217,5 +223,5 @@ def sync_ancestors(root: Folder, made: list[str]) -> None:
         except OSError as error:
             raise storage_error(error, parent, "flush the directory") from error
         finally:
-            os.close(fd)
+            close_quietly(fd)
         child = parent

@@ -95,13 +95,13 @@ class PosixBackend(PosixTree):
             raise NotFound(
                 f"there is no store at {path}: check the path; the first save creates it", path=path
             ) from error
-        try:
-            backend = cls(path, root, modes)
-            if create:
+        backend = cls(path, root, modes)
+        if create:
+            try:
                 backend._make_folders(made)
-        except BaseException:
-            root.close()
-            raise
+            except BaseException:
+                backend.close()
+                raise
         return backend
 
     def _make_folders(self, made: list[str]) -> None:
@@ -224,11 +224,9 @@ class PosixBackend(PosixTree):
             return BUFFERED, "none"
         placed = name + "-placed"
         try:
-            with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
-                segment.write(0, [view])
-            identity = find(self._root, name)
-            assert identity is not None
-            self._placer.place(self._root, name, self._root, placed, identity)
+            segment.write(0, [memoryview(mmap.mmap(-1, PAGE_BYTES))])
+            # The names are new, so no identity is needed to tell the file from another.
+            self._placer.place(self._root, name, self._root, placed, (0, 0, 0, 0))
             return segment.io_mode, self._placer.mode
         finally:
             segment.abort()
@@ -304,13 +302,14 @@ class PosixBackend(PosixTree):
             self._placer.place(prepared, name, epochs, name, found)
         # Another's decision is made durable too: whoever hears of it may act on it.
         epochs.sync(force=True, outcome=Outcome.UNKNOWN)
-        decision = find(epochs, name)
+        decision = find(epochs, name, outcome=Outcome.UNKNOWN)
         if decision is None:
             raise NotFound(
                 f"epoch {key.epoch} has neither a prepared record nor a decision at "
                 f"{self._where(PREPARED, name)}: prepare it first",
                 path=self._where(PREPARED, name),
                 epoch=key.epoch,
+                outcome=Outcome.UNKNOWN,
             )
         remove_quietly(prepared, name)
         return decision == (mine or found)

@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 
-from groupio.backend.faults import storage_error
+from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, Modes
 from groupio.errors import IntegrityError, Outcome, StorageError
 
@@ -31,14 +31,18 @@ def file_id(status: os.stat_result) -> FileId:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def find(folder: Folder, name: str) -> FileId | None:
-    """The identity of what has that name in ``folder``; None when it is absent."""
+def find(folder: Folder, name: str, *, outcome: Outcome = Outcome.NOT_COMMITTED) -> FileId | None:
+    """The identity of what has that name in ``folder``; None when it is absent.
+
+    ``outcome`` stands on the error of a failed look-up.
+    """
     try:
         return file_id(os.stat(name, dir_fd=folder.fd, follow_symlinks=False))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise storage_error(error, os.path.join(folder.path, name), "look up") from error
+        path = os.path.join(folder.path, name)
+        raise storage_error(error, path, "look up", outcome=outcome) from error
 
 
 def open_regular(folder: Folder, name: str) -> tuple[int, os.stat_result]:
@@ -54,9 +58,13 @@ def open_regular(folder: Folder, name: str) -> tuple[int, os.stat_result]:
         raise
     except OSError as error:
         raise storage_error(error, path, "open") from error
-    status = os.fstat(fd)
+    try:
+        status = os.fstat(fd)
+    except OSError as error:
+        close_quietly(fd)
+        raise storage_error(error, path, "look at") from error
     if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
+        close_quietly(fd)
         number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
         raise StorageError(
             f"{path} is not a regular file: something else than groupio put it there, remove it",
@@ -154,9 +162,9 @@ class Placer:
             self.mode = RENAME
             return True
         except FileExistsError:
-            return find(target, new) == identity
+            return find(target, new, outcome=Outcome.UNKNOWN) == identity
         except FileNotFoundError as error:
-            if find(target, new) == identity:
+            if find(target, new, outcome=Outcome.UNKNOWN) == identity:
                 return True
             raise storage_error(error, path, "create", outcome=Outcome.UNKNOWN) from error
         except OSError as error:
@@ -193,9 +201,15 @@ class PosixReader:
     def read(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes from ``offset``; IntegrityError when the file is shorter."""
         self._check(offset, length)  # before the allocation: a damaged record may ask anything
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
+        try:
+            data = os.pread(self._fd, length, offset)
+        except OSError as error:
+            raise storage_error(error, self.path, "read") from error
+        if len(data) == length:
+            return data
+        rest = bytearray(length - len(data))
+        self.read_into(offset + len(data), memoryview(rest))
+        return data + rest
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset``; IntegrityError when the file is shorter."""
@@ -217,7 +231,7 @@ class PosixReader:
     def close(self) -> None:
         """Release the file. Safe to repeat; no read may be running."""
         if self._fd >= 0:
-            os.close(self._fd)
+            close_quietly(self._fd)
             self._fd = -1
 
     def __enter__(self) -> PosixReader:

@@ -44,7 +44,10 @@ class PosixSegment:
         and the memory is aligned so (else InvalidInput). Thread-safe for ranges that do not
         overlap. StorageFull names what was still to be written and what is free.
         """
-        rest = [view.cast("B") for view in views if view.nbytes]
+        with _bytes_of(views) as rest:
+            self._write_all(offset, rest)
+
+    def _write_all(self, offset: int, rest: list[memoryview]) -> None:
         if self._direct and any(n % PAGE_BYTES for n in (offset, *map(len, rest))):
             raise InvalidInput(
                 f"a direct write to {self.path} at {offset} is not a multiple of {PAGE_BYTES} "
@@ -55,10 +58,13 @@ class PosixSegment:
             while rest:
                 count = self._write_some(fd, rest, offset, start + total - offset)
                 offset += count
-                rest = _advance(rest, count)
+                _advance(rest, count)
             if not self._direct and total:
                 # Start the write-back now, else the flush at the end does all of it alone.
-                os.posix_fadvise(fd, start, total, os.POSIX_FADV_DONTNEED)
+                try:
+                    os.posix_fadvise(fd, start, total, os.POSIX_FADV_DONTNEED)
+                except OSError:
+                    pass  # a hint; what cannot be written is reported by the flush
 
     def _write_some(self, fd: int, views: list[memoryview], offset: int, needed: int) -> int:
         try:
@@ -171,12 +177,29 @@ def _create(folder: Folder, name: str, modes: Modes, path: str) -> tuple[int, st
     return fd, DIRECT
 
 
-def _advance(views: list[memoryview], count: int) -> list[memoryview]:
-    for index, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[index + 1 :]]
-        count -= len(view)
-    return []
+@contextmanager
+def _bytes_of(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The non-empty ``views`` as bytes, released at the end.
+
+    The traceback of an error would keep them, and with them the caller's memory mapped.
+    """
+    rest = [view.cast("B") for view in views if view.nbytes]
+    try:
+        yield rest
+    finally:
+        for view in rest:
+            view.release()
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of ``views``."""
+    done = 0
+    while done < len(views) and count >= len(views[done]):
+        count -= len(views[done])
+        done += 1
+    del views[:done]
+    if count:
+        views[0] = views[0][count:]
 
 
 def _check_memory(views: list[memoryview], path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from groupio.backend.base import FOLDERS, ROOT, SEGMENTS
-from groupio.backend.faults import storage_error
+from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, check_name, open_folder
 from groupio.backend.records import PosixReader, find, open_regular
 from groupio.errors import IntegrityError, InvalidInput, NotFound
@@ -75,7 +75,7 @@ class PosixTree:
         except OSError as error:
             raise storage_error(error, where.path, "list") from error
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
     def exists(self, folder: str, name: str) -> bool:
         """Whether there is such a name."""

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Annotated
 
+import msgspec
 import typer
 
 from groupio.agent import process, spawn
@@ -39,9 +40,9 @@ def run(
     where = spawn.agent_paths(settings)
     process.make_runtime_dir(where)
     if foreground:
-        sys.stdout.flush()
-        command = [sys.executable, "-m", "groupio.agent", "--runtime-dir", str(where.directory)]
-        os.execv(sys.executable, [*command, "--foreground"])
+        options = ["--runtime-dir", str(where.directory), "--foreground"]
+        options += ["--settings", msgspec.json.encode(settings).decode()]
+        os.execv(sys.executable, [sys.executable, "-m", "groupio.agent", *options])
     before = process.holder_pid(where) if process.is_alive(where) else None
     spawn.ensure_agent(settings, settings.connect_timeout_s)
     pid = process.holder_pid(where)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.cli.output import CommandError
-from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound
+from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
     AbortRecord,
@@ -72,9 +72,7 @@ class Catalog:
         if lineage is None and number in visible:
             return visible[number]
         abandoned = [
-            key
-            for key in self.committed
-            if key.epoch == number and lineage in (None, key.lineage)
+            key for key in self.committed if key.epoch == number and lineage in (None, key.lineage)
         ]
         if abandoned:
             return max(abandoned)
@@ -107,7 +105,7 @@ def read_catalog(backend: PosixBackend) -> Catalog:
         path = f"{backend.path}/{LINEAGES}/{name}"
         try:
             found.append(decode_lineage(backend.read(LINEAGES, name), path))
-        except (FormatError, IntegrityError) as error:
+        except (FormatError, IntegrityError, StorageError) as error:
             catalog.unreadable.append(Unreadable(path, error))
     catalog.lineages = tuple(found)
     for name in backend.list(EPOCHS):
@@ -117,7 +115,7 @@ def read_catalog(backend: PosixBackend) -> Catalog:
             continue
         try:
             _add_decision(catalog, backend, key)
-        except (FormatError, IntegrityError, NotFound) as error:
+        except (FormatError, IntegrityError, NotFound, StorageError) as error:
             path = f"{backend.path}/{EPOCHS}/{name}"
             catalog.unreadable.append(Unreadable(path, error, key))
     return catalog

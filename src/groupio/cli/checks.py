@@ -91,11 +91,15 @@ def check_memory(host: Host) -> Check:
         "swap": host.swap_bytes(),
     }
     advice = ""
-    if memory.limit:
+    if memory.limit is None:
+        finding += "; no cgroup limit"
+    else:
         finding += f"; cgroup limit {size(memory.limit.limit)} ({size(memory.limit.used)} used)"
         advice = f"the limit stands in {memory.limit.path}; staged checkpoints count against it"
     if host.swap_bytes():
-        advice = (advice + "; " if advice else "") + "swap is on: a staged checkpoint may be swapped"
+        advice = (
+            advice + "; " if advice else ""
+        ) + "swap is on: a staged checkpoint may be swapped"
     return Check("memory", Verdict.OK, finding, advice, data)
 
 

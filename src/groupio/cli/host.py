@@ -154,7 +154,9 @@ class Host:
     def thp(self) -> tuple[str, str]:
         """The chosen modes of transparent huge pages for private memory and for shared memory."""
         folder = "/sys/kernel/mm/transparent_hugepage"
-        return _chosen(self.read(f"{folder}/enabled")), _chosen(self.read(f"{folder}/shmem_enabled"))
+        return _chosen(self.read(f"{folder}/enabled")), _chosen(
+            self.read(f"{folder}/shmem_enabled")
+        )
 
 
 def _is_kill_setting(line: str) -> bool:

@@ -5,23 +5,32 @@ Reading is done here; what must hold is said by :mod:`groupio.testing.invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from groupio.backend.base import EPOCHS, INFLIGHT, PREPARED, SEGMENTS
 from groupio.backend.posix import PosixBackend
 from groupio.cli.catalog import Catalog, Unreadable, open_manifest, read_catalog
-from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound
+from groupio.errors import (
+    FormatError,
+    GroupIOError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+)
 from groupio.format.envelope import HEADER_BYTES, read_envelope
+from groupio.format.manifest import ManifestReader
 from groupio.format.records import parse_key, parse_segment_name
-from groupio.format.segment import SegmentReader
+from groupio.format.segment import SEGMENT_HEADER_BYTES, SegmentReader, decode_header
 from groupio.model import DecisionKey, Manifest
 from groupio.testing import invariants
 from groupio.testing.invariants import Decision, Observed, SegmentSummary, Violation
 
-READ_ERRORS = (FormatError, IntegrityError, NotFound)
+READ_ERRORS = (FormatError, IntegrityError, NotFound, StorageError)
+
+STRANGER = "not a name of groupio"
 
 Progress = Callable[[int], None]
 """Told how many more bytes of data have been checked."""
@@ -31,8 +40,8 @@ Progress = Callable[[int], None]
 class Damage:
     """One thing that is wrong.
 
-    ``kind`` is "missing", "truncated", "swapped", "corrupt" or "inconsistent"; ``epochs`` are the
-    committed epochs that it hurts.
+    ``kind`` is "missing", "unreadable", "truncated", "swapped", "corrupt" or "inconsistent";
+    ``epochs`` are the committed epochs that it hurts.
     """
 
     kind: str
@@ -69,15 +78,6 @@ class Inspection:
     """Bytes of data whose digests were compared; 0 unless data was read."""
 
 
-def data_bytes(backend: PosixBackend, names: Iterable[str]) -> int:
-    """How many bytes reading all data of these segments will take, roughly; for progress bars."""
-    total = 0
-    for name in names:
-        if backend.exists(SEGMENTS, name):
-            total += backend.size(SEGMENTS, name)
-    return total
-
-
 class Inspector:
     """Looks through a store, or at one epoch of it."""
 
@@ -92,15 +92,15 @@ class Inspector:
         self._read_manifests()
 
     @property
-    def segment_names(self) -> tuple[str, ...]:
-        """The segments that the looked-at epochs use."""
-        return tuple(sorted(self._users))
+    def data_bytes(self) -> int:
+        """About how many bytes of data the looked-at epochs have; for a progress bar."""
+        return sum(self._sizes.values())
 
     def inspect(self, *, read_data: bool, progress: Progress | None = None) -> Inspection:
         """Check everything; with ``read_data`` every byte of the segments too."""
         result = Inspection(self._observed({}))
         summaries = {}
-        for name in self.segment_names:
+        for name in sorted(self._users):
             summary = self._segment(name, result, read_data, progress)
             if summary is not None:
                 summaries[name] = summary
@@ -111,7 +111,7 @@ class Inspector:
         if self._only is None:
             result.leftovers = self._leftovers()
         self._found += map(self._of_violation, self._violations(result.store))
-        result.damage = sorted(self._found, key=lambda d: (d.path, d.detail))
+        result.damage = _joined(self._found)
         return result
 
     # -- records -------------------------------------------------------------------------------
@@ -144,6 +144,8 @@ class Inspector:
     def _record_kind(self, bad: Unreadable) -> str:
         if isinstance(bad.error, NotFound):
             return "missing"
+        if isinstance(bad.error, StorageError):
+            return "unreadable"
         folder, _, name = bad.path.removeprefix(self._backend.path + "/").partition("/")
         try:
             size = self._backend.size(folder, name)
@@ -161,8 +163,6 @@ class Inspector:
     def _is_own(self, key: DecisionKey, path: str) -> bool:
         """False when the record is sound but belongs under another name."""
         with self._backend.reader(EPOCHS, str(key)) as reader:
-            from groupio.format.manifest import ManifestReader
-
             header = ManifestReader(reader.read, reader.size, "record").header
         return DecisionKey(header.lineage, header.epoch, header.attempt) == key
 
@@ -186,7 +186,7 @@ class Inspector:
             name=name,
             store_id=segment.header.store_id,
             key=segment.header.key,
-            bytes=size,
+            total_bytes=size,
             digests=segment.index.digests,
             offsets=segment.index.offsets,
             lengths=segment.index.lengths,
@@ -194,15 +194,19 @@ class Inspector:
         )
 
     def _segment_kind(self, name: str, error: GroupIOError) -> str:
-        if isinstance(error, NotFound):
-            return "missing"
-        if "it is the segment" in error.message:
-            return "swapped"
+        if isinstance(error, StorageError):
+            return "unreadable"
         try:
-            short = self._backend.size(SEGMENTS, name) < self._sizes[name]
+            if not self._backend.exists(SEGMENTS, name):
+                return "missing"
+            if self._backend.size(SEGMENTS, name) < self._sizes[name]:
+                return "truncated"
+            first = self._backend.read(SEGMENTS, name, 0, SEGMENT_HEADER_BYTES)
+            header = decode_header(first, "the header")
         except GroupIOError:
             return "corrupt"
-        return "truncated" if short else "corrupt"
+        named = parse_segment_name(name)
+        return "corrupt" if named == (header.key, header.node, header.seq) else "swapped"
 
     def _read_data(
         self, segment: SegmentReader, result: Inspection, progress: Progress | None
@@ -224,8 +228,10 @@ class Inspector:
 
     def _add(self, kind: str, path: str, detail: str, name: str, error: GroupIOError) -> None:
         chunk = error.chunk if isinstance(error, IntegrityError) else None
-        epochs = tuple(sorted(self._users.get(name, ())))
-        self._found.append(Damage(kind, path, detail, chunk, epochs))
+        epochs = self._users.get(name, set())
+        if chunk is not None:
+            epochs = {key.epoch for key, m in self._manifests.items() if _has_chunk(m, chunk)}
+        self._found.append(Damage(kind, path, detail, chunk, tuple(sorted(epochs))))
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -285,13 +291,13 @@ class Inspector:
             for name in self._backend.list(folder)
             if (key := parse_key(name)) is not None
         }
-        found = [Leftover("garbage", path, "not a name of groupio") for path in self._catalog.foreign]
+        found = [Leftover("garbage", path, STRANGER) for path in self._catalog.foreign]
         for folder in (PREPARED, INFLIGHT):
             for name in self._backend.list(folder):
                 path = f"{self._backend.path}/{folder}/{name}"
                 key = parse_key(name)
                 if key is None:
-                    found.append(Leftover("garbage", path, "not a name of groupio"))
+                    found.append(Leftover("garbage", path, STRANGER))
                 elif key in decided:
                     found.append(Leftover("garbage", path, "its attempt is decided"))
                 else:
@@ -310,7 +316,7 @@ class Inspector:
         path = f"{self._backend.path}/{SEGMENTS}/{name}"
         parsed = parse_segment_name(name)
         if parsed is None:
-            return [Leftover("garbage", path, "not a name of groupio")]
+            return [Leftover("garbage", path, STRANGER)]
         key = parsed[0]
         if key in self._catalog.aborted:
             return [Leftover("garbage", path, f"epoch {key.epoch} was aborted")]
@@ -345,3 +351,17 @@ class Inspector:
         except READ_ERRORS:
             return False
         return True
+
+
+def _joined(found: list[Damage]) -> list[Damage]:
+    """The same damage of several epochs as one, in the order of paths."""
+    epochs: dict[Damage, set[int]] = {}
+    for damage in found:
+        epochs.setdefault(replace(damage, epochs=()), set()).update(damage.epochs)
+    joined = [replace(damage, epochs=tuple(sorted(hurt))) for damage, hurt in epochs.items()]
+    return sorted(joined, key=lambda d: (d.path, d.detail, d.chunk or ""))
+
+
+def _has_chunk(manifest: Manifest, chunk: str) -> bool:
+    digest = np.frombuffer(bytes.fromhex(chunk), np.uint8)
+    return bool((manifest.chunks.digests == digest).all(axis=1).any())

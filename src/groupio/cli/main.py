@@ -29,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("demo", context_settings=demo.PASS_THROUGH)(demo.demo)
+app.command("demo", context_settings=demo.PASS_THROUGH, add_help_option=False)(demo.demo)
 app.add_typer(agent.app, name="agent")
 app.command("ls")(show.list_epochs)
 app.command("show")(show.show_epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,19 +19,19 @@ WHEN_FULL = ("wait", "skip", "fail")
 _METADATA_DEPTH_MAX = 32
 
 
-def check_epoch(epoch: object) -> int:
+def check_epoch(epoch: object, name: str = "epoch") -> int:
     """``epoch`` as an int; InvalidInput unless it is one from 0 to EPOCH_MAX."""
     if isinstance(epoch, bool) or not isinstance(epoch, int):
         # Integers of other libraries say what they are.
         index = None if isinstance(epoch, bool) else getattr(epoch, "__index__", None)
         if index is None:
             raise InvalidInput(
-                f"epoch={epoch!r} is of type {type(epoch).__name__}; give the training step as int"
+                f"{name}={epoch!r} is of type {type(epoch).__name__}; give the training step as int"
             )
         epoch = index()
     assert isinstance(epoch, int)
     if not 0 <= epoch <= EPOCH_MAX:
-        raise InvalidInput(f"epoch={epoch} is not between 0 and {EPOCH_MAX}")
+        raise InvalidInput(f"{name}={epoch} is not between 0 and {EPOCH_MAX}")
     return int(epoch)
 
 
@@ -41,6 +41,26 @@ def check_deadline(deadline_s: object) -> float:
     if not good or not 0 < deadline_s < math.inf:  # type: ignore[operator]
         raise InvalidInput(f"deadline_s={deadline_s!r} must be a number of seconds above 0")
     return float(deadline_s)  # type: ignore[arg-type]
+
+
+def check_patterns(replicated: Iterable[str]) -> tuple[str, ...]:
+    """``replicated`` as a sorted tuple without repetitions; InvalidInput unless all are str.
+
+    Sorted, because members that mean the same must say the same.
+    """
+    try:
+        given = (replicated,) if isinstance(replicated, str) else tuple(replicated)
+    except TypeError:
+        raise InvalidInput(
+            f"replicated is of type {type(replicated).__name__}; give a list of names or patterns"
+        ) from None
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise InvalidInput(
+                f"replicated contains {pattern!r} of type {type(pattern).__name__}; give names or "
+                "glob patterns of items"
+            )
+    return tuple(sorted(set(given)))
 
 
 def check_when_full(when_full: object) -> str:

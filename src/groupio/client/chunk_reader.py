@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from groupio.backend.base import Backend, RandomReader
-from groupio.errors import GroupIOError, IntegrityError, StorageError
+from groupio.errors import IntegrityError, StorageError
 from groupio.model import ChunkTable, SegmentRef
 
 _RUN_BYTES = 4 << 20
@@ -72,6 +71,7 @@ class _Shared:
     open: _OpenSegments
     deadline: float
     stopped: bool = False
+    jobs_left: int = 0
     running: int = 0
     done_bytes: int = 0
     error: BaseException | None = None
@@ -97,6 +97,7 @@ def read_chunks(
     """
     jobs = list(_jobs(table, wants))
     shared = _Shared(iter(jobs), _OpenSegments(backend, segments, jobs), deadline)
+    shared.jobs_left = len(jobs)
     shared.running = min(threads, len(jobs))
     for number in range(shared.running):
         threading.Thread(
@@ -113,7 +114,7 @@ def read_chunks(
         shared.stopped = True
     if shared.error is not None:
         raise shared.error
-    if shared.running:
+    if shared.jobs_left:
         raise StorageError(
             f"the store {backend.path} did not deliver epoch {epoch} in time "
             f"({shared.done_bytes} bytes came); give a larger deadline_s or look at the storage",
@@ -179,12 +180,11 @@ class _OpenSegments:
 
 def _jobs(table: ChunkTable, wants: Wants) -> Iterator[_Job]:
     """The wanted chunks as jobs, segment by segment in the order of the file."""
-    rows, first = np.unique(wants.rows, return_index=True)
+    rows = np.unique(wants.rows)
     order = np.argsort(wants.rows, kind="stable")
     ends = np.searchsorted(wants.rows[order], rows, side="right").tolist()
     begins = [0, *ends[:-1]] if len(ends) else []
     place = np.lexsort((table.offsets[rows], table.segments[rows]))
-    del first
     chosen = rows[place]
     columns = zip(
         place.tolist(),
@@ -227,6 +227,7 @@ def _jobs(table: ChunkTable, wants: Wants) -> Iterator[_Job]:
 
 
 def _work(shared: _Shared) -> None:
+    """Take job after job until there is none, the time is up or another thread failed."""
     scratch = bytearray()
     try:
         while not shared.stopped and time.monotonic() < shared.deadline:
@@ -234,17 +235,15 @@ def _work(shared: _Shared) -> None:
                 job = next(shared.jobs, None)
             if job is None:
                 break
-            if len(job.pieces) > 1 and len(scratch) == 0:
+            if len(job.pieces) > 1 and not scratch:
                 scratch = bytearray(_RUN_BYTES)
             bad = _do(shared.open, job, scratch)
             shared.open.done(job.segment)
+            path = shared.open.path(job.segment)
             with shared.condition:
+                shared.jobs_left -= 1
                 shared.done_bytes += sum(piece.length for piece in job.pieces)
-                path = shared.open.path(job.segment)
                 shared.damaged += [(path, piece.offset, piece.digest) for piece in bad]
-        else:
-            return_early = True
-            del return_early
     except BaseException as error:  # noqa: BLE001  handed to the thread that waits
         with shared.condition:
             shared.error = shared.error or error
@@ -253,3 +252,44 @@ def _work(shared: _Shared) -> None:
         with shared.condition:
             shared.running -= 1
             shared.condition.notify_all()
+
+
+def _do(opened: _OpenSegments, job: _Job, scratch: bytearray) -> list[_Piece]:
+    """Read and verify the pieces of a job; returns those that are damaged."""
+    pieces = job.pieces
+    try:
+        reader = opened.reader(job.segment)
+    except IntegrityError:
+        return pieces
+    if len(pieces) > 1:
+        start = pieces[0].offset
+        length = pieces[-1].offset + pieces[-1].length - start
+        view = memoryview(scratch)[:length]
+        try:
+            reader.read_into(start, view)
+        except IntegrityError:
+            pass  # the file ends too early: some of the pieces may still be there
+        else:
+            return [p for p in pieces if not _deliver(p, view[p.offset - start :][: p.length])]
+    return [piece for piece in pieces if not _read_piece(reader, piece)]
+
+
+def _read_piece(reader: RandomReader, piece: _Piece) -> bool:
+    target = piece.targets[0]
+    try:
+        reader.read_into(piece.offset, target)
+    except IntegrityError:
+        return False
+    if blake3(target).digest() != piece.digest:
+        return False
+    for other in piece.targets[1:]:
+        other[:] = target
+    return True
+
+
+def _deliver(piece: _Piece, data: memoryview) -> bool:
+    if blake3(data).digest() != piece.digest:
+        return False
+    for target in piece.targets:
+        target[:] = data
+    return True

@@ -7,7 +7,6 @@ the client makes a new one at its next call.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from groupio import wire
 from groupio.agent import spawn
 from groupio.client.settings import Settings
-from groupio.errors import AgentLost, GroupIOError, Outcome, from_wire, to_wire
+from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
 from groupio.model import Level
 from groupio.protocol import messages as msg
 
@@ -29,6 +28,8 @@ log = logging.getLogger("groupio.client")
 
 _LISTEN_S = 3600.0
 """The listening thread looks up this often when nothing comes; the value does not matter."""
+
+_RETRY_S = 0.01
 
 _SEND_S = 60.0
 """A message that the agent does not take for so long means that it hangs."""
@@ -50,24 +51,15 @@ class Connection:
         self._thread = threading.Thread(target=self._listen, name="groupio-client", daemon=True)
 
     @classmethod
-    def open(cls, settings: Settings, hello: Callable[[], msg.Hello]) -> Connection:
+    def open(
+        cls, settings: Settings, hello: Callable[[], msg.Hello], timeout_s: float
+    ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
         AgentLost when there is none to be had; the agent's own typed error when it refuses.
         """
-        deadline = time.monotonic() + settings.connect_timeout_s
-        while True:
-            path = spawn.ensure_agent(settings, max(deadline - time.monotonic(), 0.001))
-            try:
-                left = max(deadline - time.monotonic(), 0.001)
-                channel = wire.Channel(wire.connect(path, timeout_s=left), msg.ToRank)
-                break
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
-                # It was idle and ended just now, or its queue is full.
-                if time.monotonic() >= deadline:
-                    raise _unreachable(settings, "does not take connections") from error
-            except TimeoutError as error:
-                raise _unreachable(settings, "does not take connections") from error
+        deadline = time.monotonic() + timeout_s
+        channel = _dial(settings, deadline)
         try:
             left = max(deadline - time.monotonic(), 0.001)
             channel.send(hello(), timeout_s=left)
@@ -177,7 +169,7 @@ class Connection:
             pass
         except GroupIOError as error:
             why = f"cannot be reached ({error.message})"
-        except Exception as error:  # noqa: BLE001  nobody must wait for a thread that died
+        except Exception as error:
             log.exception("the thread that listens to the agent failed")
             why = f"cannot be understood ({type(error).__name__}: {error})"
         self._lose(why)
@@ -262,7 +254,7 @@ class Connection:
                 log.info("mapping %d bytes ahead of time failed: %s", order.length, error)
 
     def _lose(self, why: str, own: GroupIOError | None = None) -> None:
-        """End this connection once: whoever waits for it is told (``own``: instead of AgentLost)."""
+        """End this connection, once; who waits for it is told (``own``: instead of AgentLost)."""
         with self._lock:
             if self._lost is not None:
                 return
@@ -284,6 +276,25 @@ class Connection:
             standby.put(None)
         if arena is not None:
             arena.close()
+
+
+def _dial(settings: Settings, deadline: float) -> wire.Channel:
+    """A channel to the node's agent, which is started if none runs; AgentLost if it cannot be."""
+    while True:
+        try:
+            path = spawn.ensure_agent(settings, max(deadline - time.monotonic(), 0.001))
+            left = max(deadline - time.monotonic(), 0.001)
+            return wire.Channel(wire.connect(path, timeout_s=left), msg.ToRank)
+        except InvalidInput as error:
+            # Whoever only reads needs no agent: this must not keep the client from connecting.
+            raise AgentLost(f"no agent can be started here: {error.message}") from error
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
+            # It was idle and ended just now, or its queue is full.
+            if time.monotonic() >= deadline:
+                raise _unreachable(settings, "does not take connections") from error
+            time.sleep(_RETRY_S)
+        except TimeoutError as error:
+            raise _unreachable(settings, "does not take connections") from error
 
 
 def _again(lost: AgentLost | None) -> AgentLost:

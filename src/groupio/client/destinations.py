@@ -183,14 +183,14 @@ def _check_size(spec: ItemSpec, nbytes: int) -> None:
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
     if not array.nbytes:
         return memoryview(bytearray())
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _memory(pointer: int, nbytes: int) -> memoryview:
     """Memory of a tensor, which the destination keeps alive."""
     if not nbytes:
         return memoryview(bytearray())
-    return memoryview(np.frombuffer((ctypes.c_char * nbytes).from_address(pointer), np.uint8))
+    return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")
 
 
 def destinations(

@@ -195,7 +195,7 @@ class SaveHandle:
     def _call(self, fn: Callable[[SaveHandle], Any]) -> None:
         try:
             fn(self)
-        except Exception:  # noqa: BLE001  a user's mistake must not end the listening thread
+        except Exception:
             log.exception("a callback of the save of epoch %d failed", self._epoch)
 
     # -- news, from the rest of the client -------------------------------------------------------
@@ -208,7 +208,7 @@ class SaveHandle:
         last_arrival: float | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """The group reached ``level`` at ``at`` (``time.monotonic``); repetitions change nothing."""
+        """The group reached ``level`` at ``at`` (monotonic); repetitions change nothing."""
         with self._condition:
             if self._error is not None and level is not Level.DURABLE:
                 return

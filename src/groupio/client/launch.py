@@ -27,8 +27,10 @@ def find_place(
         found = _from_launcher(environ)
         if found is not None:
             names, found_rank, found_size = found
-            where = " and ".join(names) if rank is None and world_size is None else (
-                f"the arguments and {' and '.join(names)}"
+            where = (
+                " and ".join(names)
+                if rank is None and world_size is None
+                else (f"the arguments and {' and '.join(names)}")
             )
             rank = found_rank if rank is None else rank
             world_size = found_size if world_size is None else world_size

@@ -184,8 +184,8 @@ class Save:
         if answer:
             self._send(msg.Released(self.save_id))
 
-    def lost(self, error: AgentLost) -> None:
-        """The agent is gone: nobody waits for an answer."""
+    def lost(self, error: GroupIOError) -> None:
+        """The agent is gone, or this client closed: nobody waits for an answer."""
         self.handle._fail(error)
         with self._condition:
             self._failed = True

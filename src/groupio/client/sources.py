@@ -68,7 +68,7 @@ class Strided:
             start = whole.__array_interface__["data"][0] + lo - first * size
             ctypes.memmove(address, start, hi - lo)
             return
-        memory = (ctypes.c_char * (hi - lo)).from_address(address)
+        memory = memoryview((ctypes.c_char * (hi - lo)).from_address(address))
         target: np.ndarray[Any, Any] = np.ndarray(
             ((hi - lo) // size,), self.array.dtype, buffer=memory
         )

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from groupio.client.arguments import check_patterns
 from groupio.client.sources import Blob, Flat, Source, Strided, Tensor
 from groupio.errors import InvalidInput
 from groupio.format.codec import encode_plain
 from groupio.format.dtypes import dtype_name, find_dtype
 from groupio.model import ItemKind, ItemSpec
 
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, list, tuple, dict)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, list, tuple, dict, np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +69,9 @@ def prepare(items: Mapping[str, Any], replicated: Iterable[str] = ()) -> Prepare
     return _Preparer(matcher(replicated)).run(items)
 
 
-def patterns(replicated: Iterable[str]) -> tuple[str, ...]:
-    """``replicated`` as a sorted tuple without repetitions; InvalidInput unless all are str."""
-    given = (replicated,) if isinstance(replicated, str) else tuple(replicated)
-    for pattern in given:
-        if not isinstance(pattern, str):
-            raise InvalidInput(
-                f"replicated contains {pattern!r} of type {type(pattern).__name__}; give names or "
-                "glob patterns of items"
-            )
-    return tuple(sorted(set(given)))
-
-
 def matcher(replicated: Iterable[str]) -> Callable[[str], bool]:
     """Whether a name is one of the names or matches one of the glob patterns ``replicated``."""
-    given = patterns(replicated)
+    given = check_patterns(replicated)
     if not given:
         return lambda name: False
     names = frozenset(given)
@@ -119,7 +108,7 @@ class _Preparer:
             self._add_array(name, value, part, "numpy")
         elif type(value) is bytes:
             self._append(name, ItemKind.BYTES, len(value), Blob(value), part, "buffer")
-        elif isinstance(value, _PLAIN_TYPES) or isinstance(value, np.generic):
+        elif isinstance(value, _PLAIN_TYPES):
             self._add_plain(name, value, part)
         else:
             self._add_buffer(name, value, part)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 ROUNDS = 2
 
@@ -23,7 +23,7 @@ def measure_dcp(state: dict[str, Any], folder: str) -> tuple[float, int]:
         target = Path(folder) / f"round-{number}"
         dist.barrier()
         begin = time.monotonic()
-        dcp.save(state, checkpoint_id=str(target))
+        dcp_save(state, checkpoint_id=str(target))
         seconds.append(time.monotonic() - begin)
     dist.barrier()
     nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groupio
 import groupio.torch
+import torch
 from groupio.client.handle import SaveHandle
 from groupio.demo.baseline import measure_dcp
 from groupio.demo.data import Batches, read_text
@@ -47,7 +47,8 @@ class Trainer:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
-            self.model = fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            self.model = model
         else:
             self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1)
@@ -175,7 +176,7 @@ def _tell(handle: SaveHandle, events: EventWriter) -> None:
             type=type(error).__name__,
             message=error.message,
             outcome=str(error.outcome),
-            members=list(getattr(error, "members", None) or getattr(error, "missing", ())),
+            members=_named(error),
         )
         return
     times = handle.times
@@ -188,6 +189,12 @@ def _tell(handle: SaveHandle, events: EventWriter) -> None:
         durable=times.durable,
         notes=list(times.notes),
     )
+
+
+def _named(error: groupio.GroupIOError) -> list[int]:
+    """The ranks that an error names."""
+    fields = error.fields()
+    return list(fields.get("members") or fields.get("missing") or ())
 
 
 def _await_last_news(handles: list[SaveHandle]) -> None:

@@ -278,6 +278,7 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
+        self.keys_open = 0
 
     def error(self, why: str) -> FormatError:
         return FormatError(
@@ -351,7 +352,9 @@ class _Reader:
         count = self.count()
         result = {}
         for _ in range(count):
+            self.keys_open += 1
             key = self.node(depth + 1)
+            self.keys_open -= 1
             value = self.node(depth + 1)
             try:
                 result[key] = value
@@ -369,7 +372,10 @@ class _Reader:
             raise self.error(f"{str(described)[:80]!r} is not a dtype known here") from None
 
     def scalar(self, depth: int) -> Any:
-        return self.filled((1,), self.dtype(depth))[0]
+        array = self.filled((1,), self.dtype(depth))
+        # A structured scalar is a view, and as a key it must be one that cannot change.
+        array.flags.writeable = not self.keys_open
+        return array[0]
 
     def array(self, depth: int) -> Any:
         dtype = self.dtype(depth)

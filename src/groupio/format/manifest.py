@@ -250,8 +250,8 @@ class ManifestReader:
 
     ``read(offset, length)`` returns exactly that many bytes of the file of ``size`` bytes;
     ``path`` stands in errors, and when its last part is a key it must be the manifest's own.
-    Every damage is IntegrityError(path); another version or kind of record is FormatError. What
-    ``read`` raises passes through.
+    Every damage is IntegrityError(path). FormatError(path) is another version or kind of record,
+    and an item of a dtype that is not known here. What ``read`` raises passes through.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, path: str) -> None:
@@ -440,8 +440,6 @@ class ManifestReader:
         return self._refs[index]
 
     def _read(self, offset: int, length: int) -> bytes:
-        if length > self._size - offset:
-            raise damaged(self.path, f"{length} bytes at {offset} lie beyond its end")
         data = bytes(self._read_bytes(offset, length))
         if len(data) != length:
             raise damaged(self.path, f"it ends before byte {offset + length}")

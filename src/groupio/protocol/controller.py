@@ -84,7 +84,7 @@ class Controller:
     @property
     def latest(self) -> int:
         """The newest committed epoch of the line, -1 when there is none."""
-        return max(self._visible(), default=-1)
+        return max(self._visible(), default=-1) if self.lineages else -1
 
     def in_flight(self) -> list[Group]:
         """The groups that hold memory, oldest epoch first."""

@@ -13,21 +13,16 @@ content or the store can.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from groupio.errors import (
-    EpochConflict,
-    GroupAborted,
-    GroupIOError,
-    GroupTimeout,
-    InvalidInput,
-    Outcome,
-)
+from groupio.errors import GroupIOError, Outcome, StorageFull
 from groupio.model import DecisionKey, Level, NodeReport
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
+from groupio.protocol import reasons
 
 DECIDE_TRIES = 5
 """How often an abort decision is tried before the outcome is reported as unknown."""
@@ -53,8 +48,8 @@ class Phase(StrEnum):
 BEFORE_STAGED = (Phase.GATHERING, Phase.QUEUED, Phase.ADMITTING, Phase.COPYING)
 HOLDS_MEMORY = tuple(p for p in Phase if p not in (Phase.GATHERING, Phase.QUEUED, Phase.DONE))
 
-_AGREED = ("world_size", "deadline_s", "replicated", "when_full", "rewind_to")
-"""What all members of a group have to say alike."""
+_AGREED = ("deadline_s", "replicated", "when_full")
+"""What all members of a group have to say alike; their incarnation agrees on the rest."""
 
 
 @dataclass(slots=True)
@@ -85,21 +80,22 @@ class Group:
     store: bool = True
     outcome: Outcome = Outcome.NOT_COMMITTED
     content_id: bytes = b""
+    timer: str = ""
+    """The name of this group's timer: its own, or the one under which its first member waited."""
+    published: bool = False
+    """The attempt is visible in the store, and its number is used up."""
+    overruled: bool = False
+    """Another controller decided the attempt: it knows more of the store than this one."""
     _admitted: set[str] = field(default_factory=set)
-    _published: bool = False
     _publishing: bool = False
     _reports: dict[str, NodeReport] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
-    _prepared: bool = False
+    _maybe_prepared: bool = False
+    _retrying: bool = False
     _error: GroupIOError | None = None
     _tries: int = 0
 
     # -- questions ---------------------------------------------------------
-
-    @property
-    def timer(self) -> str:
-        """The name of this group's timer."""
-        return f"group-{self.number}"
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -134,18 +130,22 @@ class Group:
 
     # -- gathering ---------------------------------------------------------
 
-    def join(self, event: ev.MemberOpened) -> list[fx.Effect]:
-        """Take a member in; the first one starts the deadline. Disagreement fails the group."""
+    def join(self, event: ev.MemberOpened, timer: str = "") -> list[fx.Effect]:
+        """Take a member in; the first one starts the deadline. Disagreement fails the group.
+
+        ``timer`` runs since the call of a member that had to wait before it could join.
+        """
         assert self.phase is Phase.GATHERING
         effects: list[fx.Effect] = []
-        if not self.seats:
-            remaining = max(0.0, event.deadline_s - event.elapsed_s)
-            effects.append(fx.StartTimer(self.timer, remaining))
+        if self.seats:
+            effects += [fx.StopTimer(timer)] if timer else []
+        else:
+            self.timer = timer or f"group-{self.number}"
+            effects += [] if timer else [fx.StartTimer(self.timer, remaining_s(event))]
         self.seats[event.rank] = Seat(event)
         for name in _AGREED:
-            ours, theirs = getattr(self.first, name), getattr(event, name)
-            if ours != theirs:
-                return effects + self.fail(_disagreement(name, self.first, event))
+            if getattr(self.first, name) != getattr(event, name):
+                return effects + self.fail(reasons.disagreement(name, self.first, event))
         if not self.missing:
             self.phase = Phase.QUEUED
         return effects
@@ -186,8 +186,6 @@ class Group:
                 return self.fail(error)
             case ev.MemberCopied(rank=rank):
                 return self._on_copied(rank)
-            case ev.MemberFailed(rank=rank, error=error):
-                return self._on_member_failed(rank, error)
             case ev.NodeStored(node=node, report=report):
                 if self.phase in (Phase.COPYING, Phase.STORING):
                     self._reports[node] = report
@@ -210,7 +208,7 @@ class Group:
     def _on_published(self, error: GroupIOError | None) -> list[fx.Effect]:
         self._publishing = False
         if error is None:
-            self._published = True
+            self.published = True
             return self._maybe_copy() + self._maybe_decide_abort()
         if self.phase is Phase.ABORTING:
             return self._maybe_decide_abort()
@@ -219,7 +217,7 @@ class Group:
     def _maybe_copy(self) -> list[fx.Effect]:
         if self.phase is not Phase.ADMITTING or self._admitted != set(self.nodes):
             return []
-        if self.store and not self._published:
+        if self.store and not self.published:
             return []
         self.phase = Phase.COPYING
         return [fx.StartCopy(node, self.number) for node in self.nodes]
@@ -238,52 +236,34 @@ class Group:
         ]
         return [fx.StopTimer(self.timer), *told]
 
-    def _on_member_failed(self, rank: int, error: GroupIOError) -> list[fx.Effect]:
-        seat = self.seats.get(rank)
-        if seat is None or seat.copied or self.phase not in BEFORE_STAGED:
+    def withdraw(self, rank: int, error: GroupIOError) -> list[fx.Effect]:
+        """A member says that it cannot go on. One whose bytes are all in memory need not."""
+        if self.seats[rank].copied or self.phase not in BEFORE_STAGED:
             return []
-        return self.fail(
-            GroupAborted(
-                f"Rank {rank} gave up the save of epoch {self.epoch}: {error.message}",
-                members=(rank,),
-                epoch=self.epoch,
-            )
-        )
+        return self.fail(reasons.gave_up(self.epoch, rank, error.message))
 
-    def lose(self, rank: int, why: str) -> list[fx.Effect]:
+    def lose(self, rank: int, how: str) -> list[fx.Effect]:
         """A member is gone. One whose bytes are all in memory is no longer needed."""
         seat = self.seats.get(rank)
         if self.phase not in BEFORE_STAGED or (seat is not None and seat.copied):
             return []
-        return self.fail(
-            GroupAborted(
-                f"Rank {rank} {why} before epoch {self.epoch} was staged; epoch {self.epoch} is "
-                "not saved, earlier epochs are intact. Restart the rank and save again.",
-                members=(rank,),
-                epoch=self.epoch,
-            )
-        )
+        return self.fail(reasons.gone(self.epoch, rank, how))
 
     def _on_timer(self) -> list[fx.Effect]:
-        if self.phase is Phase.ABORT_DECIDING:
+        if self._retrying:
+            self._retrying = False
             return self._decide_abort()
         if self.phase not in BEFORE_STAGED:
             return []
-        missing, limit = self.missing, self.first.deadline_s
+        missing = self.missing
+        crowded = self._admitted != set(self.nodes)
         what = {
-            Phase.GATHERING: f"rank(s) {_ranks(missing)} did not call save",
+            Phase.GATHERING: f"rank(s) {reasons.ranks(missing)} did not call save",
             Phase.QUEUED: "earlier epochs were still in flight",
-            Phase.ADMITTING: "there was no room in host memory",
-            Phase.COPYING: f"rank(s) {_ranks(missing)} did not finish copying",
+            Phase.ADMITTING: f"{'host memory had no room' if crowded else 'the store was slow'}",
+            Phase.COPYING: f"rank(s) {reasons.ranks(missing)} did not finish copying",
         }[self.phase]
-        return self.fail(
-            GroupTimeout(
-                f"Epoch {self.epoch} was not staged within {limit:g} s: {what}. Look at the named "
-                "ranks, or give a longer deadline_s.",
-                missing=missing,
-                epoch=self.epoch,
-            )
-        )
+        return self.fail(reasons.overdue(self.epoch, self.first.deadline_s, what, missing))
 
     # -- decision ---------------------------------------------------------
 
@@ -295,6 +275,7 @@ class Group:
         reports = tuple(self._reports[node] for node in self.nodes)
         if not self.store:
             return [fx.CompareEpoch(self.number, self.key, self.world_size, reports)]
+        self._maybe_prepared = True
         by_rank = sorted(self.seats)
         metadata = next(
             (m for r in by_rank if (m := self.seats[r].opened.metadata)), dict[str, Any]()
@@ -316,19 +297,11 @@ class Group:
             return []
         assert self.key is not None
         if event.error is not None:
+            # A record that did not fit is not there; after any other error it may be.
+            self._maybe_prepared &= not isinstance(event.error, StorageFull)
             return self.fail(event.error)
         if isinstance(event, ev.Compared):
-            if event.equal:
-                return self._committed()
-            return self.fail(
-                EpochConflict(
-                    f"Epoch {self.epoch} is committed already, with other content; it stays as it "
-                    f"is. Save under a newer epoch, or connect(rewind_to=...) below {self.epoch}.",
-                    epoch=self.epoch,
-                    outcome=Outcome.COMMITTED,
-                )
-            )
-        self._prepared = True
+            return self._committed() if event.equal else self.fail(reasons.conflict(self.epoch))
         self.content_id = event.content_id
         self.phase = Phase.DECIDING
         effects = [] if self.node_local else self._tell(Level.REMOTE)
@@ -352,7 +325,7 @@ class Group:
     def _maybe_decide_abort(self) -> list[fx.Effect]:
         if self.phase is not Phase.ABORTING or self._busy or self._publishing:
             return []
-        if not self._published:
+        if not self.published:
             # Nobody has seen this attempt: there is nothing to decide.
             return self._failed(delete=self.store)
         self.phase = Phase.ABORT_DECIDING
@@ -362,7 +335,6 @@ class Group:
         assert self.key is not None
         assert self._error is not None
         self._tries += 1
-        members = getattr(self._error, "members", None) or getattr(self._error, "missing", ())
         return [
             fx.Decide(
                 self.number,
@@ -370,8 +342,8 @@ class Group:
                 False,
                 self.incarnation,
                 self._error.message,
-                tuple(members or ()),
-                drop_segments_if_full=not self._prepared,
+                reasons.causes(self._error),
+                drop_segments_if_full=not self._maybe_prepared,
             )
         ]
 
@@ -381,43 +353,31 @@ class Group:
         if self.phase is not Phase.DECIDING:
             return []
         if event.error is not None:
-            self._error = event.error
-            return self._unknown()
+            return self._unknown(event.error)
         if event.committed and event.ours:
             return self._committed()
         return self._overruled(event)
 
     def _on_abort_decided(self, event: ev.Decided) -> list[fx.Effect]:
+        assert self._error is not None
         if event.error is not None:
-            if self._tries < DECIDE_TRIES:
-                delay = DECIDE_BACKOFF_S * 2 ** (self._tries - 1)
-                return [fx.StartTimer(self.timer, delay)]
-            return self._unknown()
-        if event.committed:
-            return self._committed() if event.ours else self._overruled(event)
-        return self._failed(delete=True)
+            if self._tries == DECIDE_TRIES:
+                return self._unknown(self._error)
+            self._retrying = True
+            return [fx.StartTimer(self.timer, DECIDE_BACKOFF_S * 2 ** (self._tries - 1))]
+        # A commit may stand here when another controller found a record that this one prepared.
+        return self._overruled(event) if event.committed else self._failed(delete=True)
 
     def _overruled(self, event: ev.Decided) -> list[fx.Effect]:
         """Another controller decided this attempt."""
         assert self.key is not None
-        if event.committed:
-            self._error = EpochConflict(
-                f"Another controller committed epoch {self.epoch} as {self.key}; end one of the "
-                "two jobs that write to this store.",
-                epoch=self.epoch,
-                outcome=Outcome.COMMITTED,
-            )
-            return self._failed(delete=False)
-        self._error = GroupAborted(
-            f"Another controller aborted epoch {self.epoch} ({self.key}); save it again.",
-            members=(),
-            epoch=self.epoch,
-        )
-        return self._failed(delete=True)
+        self.overruled = True
+        self._error = reasons.overruled(self.key, committed=event.committed)
+        return self._failed(delete=not event.committed)
 
-    def _unknown(self) -> list[fx.Effect]:
-        assert self._error is not None
-        self._error = self._error.with_outcome(Outcome.UNKNOWN)
+    def _unknown(self, error: GroupIOError) -> list[fx.Effect]:
+        # A copy: the same error may have been told to others, of whom more is known.
+        self._error = copy.copy(error).with_outcome(Outcome.UNKNOWN)
         self.outcome = Outcome.UNKNOWN
         return self._failed(delete=False)
 
@@ -441,7 +401,7 @@ class Group:
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
         assert self._error is not None
         had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)
-        decided = self._published and self.outcome is not Outcome.UNKNOWN
+        decided = self.published and self.outcome is not Outcome.UNKNOWN
         self.phase = Phase.DONE
         effects: list[fx.Effect] = [
             fx.TellFailed(seat.seat, self._error) for seat in self.seats.values()
@@ -456,13 +416,6 @@ class Group:
         return effects
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
-
-
-def _disagreement(name: str, a: ev.MemberOpened, b: ev.MemberOpened) -> InvalidInput:
-    return InvalidInput(
-        f"Members disagree on {name} of epoch {a.epoch}: rank {a.rank} says "
-        f"{getattr(a, name)!r}, rank {b.rank} says {getattr(b, name)!r}; give all ranks the same."
-    )
+def remaining_s(event: ev.MemberOpened) -> float:
+    """What was left of the member's deadline when it arrived, in seconds."""
+    return max(0.0, event.deadline_s - event.elapsed_s)

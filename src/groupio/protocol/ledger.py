@@ -14,6 +14,11 @@ EXTENT_ALIGN = 2 << 20
 """Extents start and end at multiples of this, so that few sizes occur and reuse is likely."""
 
 
+def extent_bytes(length: int) -> int:
+    """The size of an extent that holds ``length`` bytes."""
+    return max(EXTENT_ALIGN, -(-length // EXTENT_ALIGN) * EXTENT_ALIGN)
+
+
 class Use(StrEnum):
     """What an extent's memory is for."""
 
@@ -51,25 +56,28 @@ class Ledger:
         """Bytes that a new group could get now, free extents given back if need be."""
         return self.budget - self.total(Use.LEASED) - self.total(Use.QUARANTINED)
 
-    def lease(self, arena: int, length: int) -> tuple[Extent, bool]:
-        """An extent of at least ``length`` bytes; True when it holds memory already.
+    def lease(self, arena: int, length: int, spare: int = 0) -> Extent:
+        """An extent of at least ``length`` bytes; a free one of the arena if one fits.
 
-        The caller gives back what :meth:`overcommit` names before the memory is touched.
+        A free extent may be larger than asked, but by no more than ``spare`` bytes: what the
+        caller has left when everything else that it was promised is leased. The caller gives back
+        what :meth:`overcommit` names before the memory is touched.
         """
-        length = max(EXTENT_ALIGN, -(-length // EXTENT_ALIGN) * EXTENT_ALIGN)
+        length = extent_bytes(length)
+        largest = min(2 * length, length + spare)
         warm = [
             e
             for e in self.extents
-            if e.arena == arena and e.use is Use.FREE and length <= e.length <= 2 * length
+            if e.arena == arena and e.use is Use.FREE and length <= e.length <= largest
         ]
         if warm:
             extent = min(warm, key=lambda e: (e.length, e.offset))
             extent.use = Use.LEASED
-            return extent, True
+            return extent
         extent = Extent(arena, self._ends.get(arena, 0), length)
         self._ends[arena] = extent.offset + length
         self.extents.append(extent)
-        return extent, False
+        return extent
 
     def overcommit(self) -> list[Extent]:
         """Take free extents out, oldest first, until the budget holds; the caller punches them."""

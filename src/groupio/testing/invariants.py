@@ -74,7 +74,7 @@ class SegmentSummary:
     name: str
     store_id: str
     key: DecisionKey
-    bytes: int
+    total_bytes: int
     digests: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -99,7 +99,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A store at one moment. Manifests and segments that cannot be read are absent from the maps."""
+    """A store at one moment; what cannot be read is absent from the maps."""
 
     decisions: tuple[Decision, ...]
     manifests: Mapping[DecisionKey, Manifest]
@@ -157,8 +157,8 @@ def _chunks_in_place(
             detail = f"a segment with {len(rows)} chunks of the epoch is missing or unreadable"
             yield Violation(1, detail, key, ref.name)
             continue
-        if summary.bytes != ref.bytes:
-            detail = f"the segment has {summary.bytes} bytes, the manifest says {ref.bytes}"
+        if summary.total_bytes != ref.bytes:
+            detail = f"the segment has {summary.total_bytes} bytes, the manifest says {ref.bytes}"
             yield Violation(1, detail, key, ref.name)
         for row in rows[_misplaced(manifest, rows, summary)]:
             digest = chunks.digests[row].tobytes().hex()
@@ -205,7 +205,9 @@ def check_no_mixing(store: Observed) -> list[Violation]:
         for ref in manifest.segments:
             found += _segment_owner(key, header, ref.name, ref.own, store.segments.get(ref.name))
     if len(owners.get("store", ())) > 1:
-        found.append(Violation(3, f"epochs of several jobs in one store: {sorted(owners['store'])}"))
+        found.append(
+            Violation(3, f"epochs of several jobs in one store: {sorted(owners['store'])}")
+        )
     return found
 
 
@@ -389,7 +391,7 @@ def check_bit_exact(
 
 
 def check_bounded(samples: Iterable[MemorySample]) -> list[Violation]:
-    """11: memory stays within the budget at every moment; with nothing in flight nothing is leased."""
+    """11: memory is within the budget at every moment; with nothing in flight none is leased."""
     found = []
     for number, sample in enumerate(samples):
         used = sample.leased + sample.quarantined + sample.cached

@@ -1,0 +1,19 @@
+"""State dicts of PyTorch, saved and loaded as a group.
+
+::
+
+    handle = groupio.torch.save({"model": model.state_dict(), "step": 3}, "/ckpt/run", step=3)
+    handle.wait("durable")
+    groupio.torch.load(state_dict, "/ckpt/run")          # the newest epoch, into state_dict
+
+Needs torch (``pip install 'groupio[torch]'``).
+"""
+
+from __future__ import annotations
+
+from groupio.torch.clients import close
+from groupio.torch.loading import load
+from groupio.torch.report import LoadReport, SkippedEpoch
+from groupio.torch.saving import save
+
+__all__ = ["LoadReport", "SkippedEpoch", "close", "load", "save"]

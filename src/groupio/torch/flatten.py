@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+import torch
 from groupio.errors import FormatError, InvalidInput
 
 RESERVED = "groupio:"
@@ -38,14 +38,14 @@ _KINDS = {token: kind for kind, token in _OPEN.items()}
 _LEAF = "="
 
 
-class Part(NamedTuple):
+class Step(NamedTuple):
     """One step of a path: a key of a mapping, or an index of a list or tuple."""
 
     key: Any
-    index: bool
+    indexed: bool
 
 
-Path = tuple[Part, ...]
+Path = tuple[Step, ...]
 
 
 @dataclass(slots=True)
@@ -177,13 +177,13 @@ def _branch(path: Path, value: Any) -> Branch:
             f"the state dict is nested deeper than {DEPTH_MAX} levels, or contains itself, at "
             f"{path_text(path[:8])}…"
         )
-    items: Iterator[tuple[Part, Any]]
+    items: Iterator[tuple[Step, Any]]
     if isinstance(value, Mapping):
         kind = "odict" if isinstance(value, OrderedDict) else "dict"
-        items = ((Part(_checked_key(path, key), False), child) for key, child in value.items())
+        items = ((Step(_checked_key(path, key), False), child) for key, child in value.items())
     else:
         kind = "list" if type(value) is list else "tuple"
-        items = ((Part(index, True), child) for index, child in enumerate(value))
+        items = ((Step(index, True), child) for index, child in enumerate(value))
     branch = Branch(path, kind, value=value)
     for part, child in items:
         below = (*path, part)
@@ -229,7 +229,7 @@ def _leaf(path: Path, value: Any) -> Leaf:
 def _advice(value: Any) -> str:
     if isinstance(value, torch.nn.Module) or hasattr(value, "state_dict"):
         return "save its state_dict() instead"
-    if isinstance(value, set | frozenset | range) or isinstance(value, list | tuple):
+    if isinstance(value, set | frozenset | range | list | tuple):
         return "convert it to a list, tuple or dict"
     if isinstance(value, bytearray | memoryview):
         return "convert it with bytes(...)"
@@ -296,7 +296,7 @@ def _read(tokens: Iterator[Any], path: Path, depth: int) -> Branch | Leaf:
     index = branch.kind in ("list", "tuple")
     for number in range(count):
         key = number if index else next(tokens)
-        branch.children[key] = _read(tokens, (*path, Part(key, index)), depth + 1)
+        branch.children[key] = _read(tokens, (*path, Step(key, index)), depth + 1)
     if len(branch.children) != count:
         raise ValueError("a key stands twice")
     return branch

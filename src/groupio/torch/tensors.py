@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+import torch
 from groupio.errors import InvalidInput
 from groupio.torch.flatten import Path, path_text, type_text
 
 STORED_DTYPES = frozenset(
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16 "
-    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
-    "complex64 complex128".split()
+    {
+        torch.bool,
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.complex64, torch.complex128),
+        # Not in torch 2.6.
+        *(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name)),
+    }
 )
 """torch dtypes that item tables name; any other is stored as unsigned integers of its size, with
 its own name noted in the structure record."""
@@ -130,10 +137,14 @@ def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         problem, todo = "is of a tensor subclass", "store the plain tensors that it is made of"
     elif tensor.is_quantized:
         problem, todo = "is quantised", "store int_repr(), the scale and the zero point"
+    elif tensor.is_nested:
+        problem, todo = "is nested", "store its values and offsets, or unbind()"
     elif tensor.layout != torch.strided:
         problem, todo = f"has the layout {tensor.layout}", "store its dense parts, or to_dense()"
     elif tensor.is_meta:
         problem, todo = "is on the meta device and has no bytes", "give it memory first"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        problem, todo = "has had its memory freed", "unshard or materialise it first"
     if problem:
         raise InvalidInput(
             f"the tensor at {path_text(path)} of the state dict ({type_text(tensor)}, "
@@ -143,10 +154,9 @@ def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 
 def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    name = dtype_text(tensor.dtype)
-    if name in STORED_DTYPES:
+    if tensor.dtype in STORED_DTYPES:
         return tensor, ""
-    return resolved(tensor).view(_CONTAINERS[tensor.element_size()]), name
+    return resolved(tensor).view(_CONTAINERS[tensor.element_size()]), dtype_text(tensor.dtype)
 
 
 def _check_placements(tensor: DTensor, path: Path) -> None:

@@ -1,0 +1,452 @@
+"""The calls of the public API. Heavy modules are imported by the first save or load that needs
+them: connecting to a running agent takes milliseconds."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from groupio.client import arguments, launch
+from groupio.client.address import store_address
+from groupio.client.connection import Connection
+from groupio.client.handle import SaveHandle, as_level, unreachable
+from groupio.client.settings import Settings
+from groupio.errors import (
+    AgentLost,
+    GroupIOError,
+    InvalidInput,
+    NotFound,
+    Outcome,
+    WaitTimeout,
+    to_wire,
+)
+from groupio.model import WORLD_SIZE_MAX, EpochInfo, Level
+from groupio.protocol import messages as msg
+
+if TYPE_CHECKING:
+    from groupio.client.outgoing import Outgoing, Packer
+
+log = logging.getLogger("groupio.client")
+
+_SETTLE_TRIES = 2
+"""An agent that ends while it is asked is replaced this often."""
+
+
+def connect(
+    store: str | os.PathLike[str],
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    controller: str | None = None,
+    rewind_to: int | None = None,
+    settings: Settings | None = None,
+) -> Client:
+    """A client of this rank for ``store``, a path or ``file://`` URL.
+
+    ``job`` defaults to the last part of the store; ``rank`` and ``world_size`` to those of the
+    launcher (torchrun, Slurm, Open MPI), else 0 of 1; ``settings`` to ``Settings.from_env()``.
+    ``rewind_to=E`` abandons the epochs after E: ``load`` sees the line up to E, and the first
+    save starts a new line there. Starts the node's agent if none runs. The store need not exist:
+    the first save creates it. When no agent can be had the store can still be read, and saves
+    fail with AgentLost on their handles.
+
+    InvalidInput for a wrong argument, StorageError (ENOTDIR) when the store is a file.
+    """
+    chosen = Settings.from_env() if settings is None else settings
+    if not isinstance(chosen, Settings):
+        raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
+    if controller not in (None, "local"):
+        raise InvalidInput(
+            f"controller={controller!r}: this release groups the ranks of one node, whose agent "
+            'has the controller; leave it out or give "local"'
+        )
+    path = store_address(store)
+    if job is not None and (not isinstance(job, str) or not 0 < len(job) <= 1000):
+        raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
+    place = launch.find_place(rank, world_size, os.environ)
+    rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
+    client = Client(path, job or os.path.basename(path) or "root", place, rewind, chosen)
+    try:
+        client._connected()
+    except InvalidInput:
+        client.close()
+        raise
+    except GroupIOError as error:
+        log.warning("%s can be read only: %s", path, error.message)
+    return client
+
+
+class Client:
+    """One rank's access to one store; made by :func:`groupio.connect`. Thread-safe.
+
+    It belongs to the process that made it: after a fork the child connects anew. Usable as a
+    context manager, which closes it.
+    """
+
+    def __init__(
+        self, path: str, job: str, place: tuple[int, int], rewind_to: int | None, settings: Settings
+    ) -> None:
+        """Use :func:`groupio.connect`."""
+        self.store = path
+        """The absolute path of the store."""
+        self.job = job
+        self.rank, self.world_size = place
+        self.settings = settings
+        self.skipped_epochs: list[tuple[int, str]] = []
+        """Epochs that the last ``load(fallback=True)`` passed over, newest first, and why."""
+        self.damaged_epochs: list[tuple[str, str]] = []
+        """Records that the last ``epochs()`` could not read: their names, and why."""
+        self._rewind_to = rewind_to
+        self._launch_id = launch.launch_id(os.environ)
+        self._pid = os.getpid()
+        self._ids = itertools.count(1)
+        self._closed = False
+        self._connecting = threading.Lock()
+        self._connections: list[Connection] = []
+        self._packer: Packer | None = None
+        _open_clients[id(self)] = self
+
+    def __repr__(self) -> str:
+        who = f"rank {self.rank} of {self.world_size}, job {self.job!r}"
+        if os.getpid() != self._pid:
+            state = "of another process"
+        elif self._closed:
+            state = "closed"
+        else:
+            usable = [c for c in self._connections if c.is_usable]
+            state = f"agent {usable[-1].welcome.agent_pid}" if usable else "without an agent"
+        return f"<Client {self.store!r} {who}, {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        items: Mapping[str, Any],
+        *,
+        epoch: int,
+        deadline_s: float = 600.0,
+        replicated: Iterable[str] = (),
+        wait_for: str = "released",
+        when_full: str = "wait",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Save this member's ``items`` as its part of ``epoch``; all members do the same.
+
+        Returns when the values may be overwritten, or later: when ``wait_for`` is reached or the
+        save failed. ``items`` maps names to buffers, numpy arrays, torch tensors of this process
+        or plain values. ``replicated`` are names or glob patterns of items that are equal on all
+        members that have them. ``deadline_s`` bounds the time from this call until the group is
+        STAGED. ``when_full`` says what to do while there is no room in memory: wait, skip this
+        epoch, or fail. ``metadata`` is a small dict kept with the epoch.
+
+        Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
+        wrong stands on the handle; nothing is durable before its ``durable`` time is set.
+        """
+        called_at = time.monotonic()
+        self._check_usable("save")
+        step = arguments.check_epoch(epoch)
+        deadline_s = arguments.check_deadline(deadline_s)
+        level = as_level(wait_for)
+        arguments.check_when_full(when_full)
+        kept = arguments.check_metadata(metadata)
+        declared = arguments.check_patterns(replicated)
+
+        def opening(outgoing: Outgoing) -> msg.OpenSave:
+            return msg.OpenSave(
+                save_id=next(self._ids),
+                epoch=step,
+                called_at=called_at,
+                deadline_s=deadline_s,
+                items=outgoing.table,
+                items_id=outgoing.items_id,
+                total_bytes=outgoing.layout.total_bytes,
+                bytes_logical=outgoing.prepared.bytes_logical,
+                replicated=declared,
+                when_full=when_full,
+                metadata=kept,
+            )
+
+        handle = SaveHandle(step, called_at, self.settings.replicas)
+        packer = self._get_packer()
+        try:
+            outgoing = packer.pack(items, declared)
+        except InvalidInput as error:
+            self._withdraw(opening(packer.pack({}, ())), error)
+            raise
+        if level is Level.REPLICATED and self.settings.replicas > 1:
+            handle._fail(unreachable(step, self.settings.replicas))
+            return handle
+        self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
+        if level is not Level.RELEASED:
+            try:
+                handle.wait(level)
+            except GroupIOError:
+                pass  # it stands on the handle, where the caller looks
+        return handle
+
+    def _run(
+        self, handle: SaveHandle, opened: msg.OpenSave, outgoing: Outgoing, deadline: float
+    ) -> None:
+        from groupio.client.saving import Save
+
+        try:
+            connection = self._connected(deadline - time.monotonic())
+            log_path = connection.welcome.log
+            save = Save(opened.save_id, self.rank, handle, deadline, connection.send, log_path)
+            if self._rewind_to is not None:
+                # From the first commit on, this client follows the new line.
+                handle.add_done_callback(Level.DURABLE, self._end_rewind)
+            connection.add(save)
+        except GroupIOError as error:
+            handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
+            return
+        save.run(opened, outgoing.prepared, outgoing.layout)
+
+    def _end_rewind(self, handle: SaveHandle) -> None:
+        if handle.outcome is Outcome.COMMITTED:
+            self._rewind_to = None
+
+    def _withdraw(self, opened: msg.OpenSave, error: InvalidInput) -> None:
+        """Let the other members fail now, not at their deadline: this one will not come."""
+        if self.world_size == 1:
+            return
+        try:
+            connection = self._connected()
+            connection.send(opened)
+            connection.send(msg.SaveFailed(opened.save_id, to_wire(error)))
+        except GroupIOError as lost:
+            log.info("the group of epoch %d was not told: %s", opened.epoch, lost.message)
+
+    def _get_packer(self) -> Packer:
+        if self._packer is None:
+            from groupio.client.outgoing import Packer
+
+            self._packer = Packer()
+        return self._packer
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load(
+        self,
+        epoch: int | str = "latest",
+        *,
+        into: Mapping[str, Any] | None = None,
+        names: Iterable[str] | None = None,
+        member: int | None = None,
+        deadline_s: float = 600.0,
+        fallback: bool = False,
+    ) -> dict[str, Any]:
+        """The items that ``member`` (this rank if None) saved in ``epoch``, in their order.
+
+        Arrays own their memory (bf16 and fp8 have ml_dtypes' dtypes); bytes and plain values come
+        back as they were. ``names`` picks items; ``into`` gives writable buffers, arrays or
+        tensors of the same size and dtype for some of them, filled in place (undefined content
+        after an error). "latest" first waits until epochs that an earlier incarnation staged are
+        decided. Every chunk is verified before use. Waits for no other member.
+
+        NotFound: no such store, epoch, member or item. IntegrityError: damage, with path and
+        chunk; with ``fallback`` the next older intact epoch is taken instead, and
+        ``skipped_epochs`` says why. StorageError: the store cannot be read, or not within
+        ``deadline_s``. WaitTimeout: staged epochs were not decided in time. InvalidInput: a
+        wrong argument; no buffer was touched then.
+        """
+        self._check_usable("load")
+        deadline = time.monotonic() + arguments.check_deadline(deadline_s)
+        wanted = epoch if epoch == "latest" else arguments.check_epoch(epoch)
+        rank = self.rank if member is None else member
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < WORLD_SIZE_MAX:
+            raise InvalidInput(f"member={member!r} is not a rank")
+        if into is not None and not isinstance(into, Mapping):
+            raise InvalidInput(f"into is of type {type(into).__name__}; give a mapping of names")
+        self.skipped_epochs = []
+        if wanted == "latest":
+            self._settle(deadline)
+        from groupio.client.loading import Request, load_items
+        from groupio.client.store_reader import StoreReader
+
+        request = Request(wanted, self._rewind_to, rank, names, into, deadline)
+        threads = self.settings.read_threads
+        with StoreReader.open(self.store) as reader:
+            return load_items(
+                reader,
+                request,
+                threads=threads,
+                skipped=self.skipped_epochs if fallback else None,
+                on_damage=self._report_damage,
+            )
+
+    def _settle(self, deadline: float) -> None:
+        """Wait until what earlier incarnations staged is decided, if an agent can be asked."""
+        if not os.path.isdir(self.store):
+            return
+        reason = "no agent could be asked"
+        for _ in range(_SETTLE_TRIES):
+            try:
+                connection = self._connected(deadline - time.monotonic())
+                if connection.is_own_thread():
+                    raise InvalidInput(
+                        'load("latest") was called in a callback, whose thread brings the answer '
+                        "that it waits for; load in another thread"
+                    )
+                error = connection.settle(next(self._ids), deadline - time.monotonic())
+            except TimeoutError:
+                raise WaitTimeout(
+                    f"epochs that an earlier run staged in {self.store} were not decided in time; "
+                    "load again, or load an epoch by its number"
+                ) from None
+            except InvalidInput:
+                raise
+            except GroupIOError as lost:
+                reason = lost.message
+                continue
+            if error is not None:
+                log.warning("loading what is committed in %s: %s", self.store, error.message)
+            return
+        log.warning("loading what is committed in %s: %s", self.store, reason)
+
+    def _report_damage(self, digests: Sequence[bytes]) -> None:
+        """Keep later saves from referring to these chunks; only a running agent has to know."""
+        for connection in self._connections:
+            if connection.is_usable:
+                try:
+                    connection.send(msg.Damaged(tuple(digests)))
+                except GroupIOError as error:
+                    log.info("the agent was not told of damaged chunks: %s", error.message)
+
+    def epochs(self) -> list[EpochInfo]:
+        """The committed epochs, ascending by epoch and lineage; none for a store not yet made.
+
+        Epochs that a rewind abandoned are among them, marked ``abandoned``. Records that cannot
+        be read are logged and stand in ``damaged_epochs``. StorageError when the store cannot be
+        read.
+        """
+        self._check_usable("list epochs")
+        from groupio.client.store_reader import StoreReader
+
+        self.damaged_epochs = []
+        try:
+            reader = StoreReader.open(self.store)
+        except NotFound:
+            return []
+        with reader:
+            listed = reader.epochs()
+            self.damaged_epochs = reader.damaged
+            return listed
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until own saves are durable or failed, then leave the agent. Safe to repeat.
+
+        The wait ends after ``settings.close_timeout_s`` (120 s): what is STAGED by then is
+        finished by the agent, and its handles get WaitTimeout. The interpreter's exit does the
+        same for clients that are still open.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._connecting:
+            if self._closed:
+                return
+            self._closed = True
+        end = time.monotonic() + self.settings.close_timeout_s
+        for connection in self._connections:
+            for save in connection.saves():
+                try:
+                    save.handle.wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
+                except GroupIOError:
+                    pass  # it stands on the handle
+            connection.close(
+                WaitTimeout(
+                    f"the client of rank {self.rank} was closed before its save was decided; what "
+                    "is staged is finished without it, look with epochs()",
+                    level=str(Level.DURABLE),
+                )
+            )
+        self._connections = []
+        _open_clients.pop(id(self), None)
+
+    def _connected(self, timeout_s: float | None = None) -> Connection:
+        """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
+        limit = self.settings.connect_timeout_s
+        limit = limit if timeout_s is None else max(min(limit, timeout_s), 0.001)
+        if not self._connecting.acquire(timeout=2 * limit):
+            raise AgentLost(f"another thread kept connecting to the agent for {2 * limit:.0f} s")
+        try:
+            if self._closed:
+                raise InvalidInput("this client was closed; connect again")
+            if self._connections and self._connections[-1].is_usable:
+                return self._connections[-1]
+            self._connections = [c for c in self._connections if c.saves()]
+            connection = Connection.open(self.settings, self._hello, limit)
+            self._connections.append(connection)
+            return connection
+        finally:
+            self._connecting.release()
+
+    def _hello(self) -> msg.Hello:
+        return msg.Hello(
+            version=msg.PROTOCOL_VERSION,
+            client_id=os.urandom(16).hex(),
+            pid=os.getpid(),
+            rank=self.rank,
+            world_size=self.world_size,
+            store=self.store,
+            job=self.job,
+            rewind_to=self._rewind_to,
+            launch_id=self._launch_id,
+            file_mode=self.settings.file_mode,
+            replicas=self.settings.replicas,
+        )
+
+    def _check_usable(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidInput(
+                f"cannot {what}: this client belongs to process {self._pid}, which forked this "
+                "one; call groupio.connect in this process"
+            )
+        if self._closed:
+            raise InvalidInput(f"cannot {what}: this client was closed; connect again")
+        if what == "save" and any(c.is_own_thread() for c in self._connections):
+            raise InvalidInput("save was called in a callback; call it from another thread")
+
+    def _abandon_in_child(self) -> None:
+        self._connecting = threading.Lock()
+        for connection in self._connections:
+            connection.abandon_in_child()
+
+
+_open_clients: dict[int, Client] = {}
+"""Clients that were not closed: the interpreter's exit closes them."""
+
+
+def _for_each_client(call: Callable[[Client], None]) -> None:
+    for client in list(_open_clients.values()):
+        call(client)
+
+
+def _after_fork_in_child() -> None:
+    _for_each_client(Client._abandon_in_child)
+    _open_clients.clear()
+
+
+atexit.register(_for_each_client, Client.close)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,68 @@
+"""A load: the wanted epoch, or the next older one that is intact."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupio.client.store_reader import StoreReader
+from groupio.errors import FormatError, GroupIOError, IntegrityError, StorageError
+
+log = logging.getLogger("groupio.client")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to load; ``deadline`` is a reading of ``time.monotonic``."""
+
+    epoch: int | str
+    rewind_to: int | None
+    member: int
+    names: Iterable[str] | None
+    into: Mapping[str, Any] | None
+    deadline: float
+
+
+def load_items(
+    reader: StoreReader,
+    request: Request,
+    *,
+    threads: int | None,
+    skipped: list[tuple[int, str]] | None,
+    on_damage: Callable[[Sequence[bytes]], None],
+) -> dict[str, Any]:
+    """The items of one member; see :meth:`groupio.client.client.Client.load`.
+
+    With a list ``skipped`` a damaged epoch is noted there and the next older one is tried; when
+    none is intact, the error of the first stands for all. Without, damage raises at once.
+    """
+    names = request.names
+    names = names if names is None or isinstance(names, str) else list(names)
+    first_error: GroupIOError | None = None
+    candidates = reader.candidates(request.epoch, request.rewind_to, older=skipped is not None)
+    for number, open_manifest in candidates:
+        try:
+            manifest = open_manifest()
+            if manifest is not None:
+                return reader.read_items(
+                    manifest,
+                    request.member,
+                    names,
+                    request.into,
+                    deadline=request.deadline,
+                    threads=threads,
+                    on_damage=on_damage,
+                )
+        except (IntegrityError, FormatError, StorageError) as error:
+            # A device that cannot read some sectors is damage; a store that is away is not.
+            if isinstance(error, StorageError) and error.errno != errno.EIO:
+                raise
+            if skipped is None:
+                raise
+            first_error = first_error or error
+            log.warning("epoch %d is passed over: %s", number, error.message)
+            skipped.append((number, error.message))
+    raise first_error or reader.not_found(request.epoch, request.rewind_to)

@@ -1,0 +1,9 @@
+"""``python -m groupio.demo``."""
+
+from __future__ import annotations
+
+import sys
+
+from groupio.demo.command import main
+
+sys.exit(main())

@@ -1,0 +1,47 @@
+"""The table at the end of the demonstration."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from groupio.demo import figures
+from groupio.demo.figures import LEVELS, SaveFigures
+from groupio.demo.run import Result
+
+
+def print_table(result: Result, console: Console) -> None:
+    """Print the saves of all runs, and plain ``dcp.save`` beside them."""
+    table = Table(title="Saves (times since the call, slowest rank)", title_justify="left")
+    table.add_column("save")
+    for word in (*LEVELS, "logical", "unique", "stored"):
+        table.add_column(word, justify="right")
+    for name in ("control", "interrupted", "resumed"):
+        for save in figures.saves(result, name):
+            _add(table, f"{name}, {save.label}", save)
+    plain = figures.baseline(result)
+    if plain is not None:
+        table.add_section()
+        _add(table, "plain dcp.save, same state", plain)
+    console.print(table)
+
+
+def seconds_text(value: float | None) -> str:
+    """Seconds for people."""
+    return "-" if value is None else f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
+
+
+def bytes_text(value: int | None) -> str:
+    """Bytes for people, in MB of 10^6."""
+    return "-" if value is None else f"{value / 1e6:.1f} MB"
+
+
+def _add(table: Table, label: str, save: SaveFigures) -> None:
+    if save.failed:
+        table.add_row(label, save.failed, *[""] * 6, style="red")
+        return
+    table.add_row(
+        label,
+        *(seconds_text(save.seconds(level)) for level in LEVELS),
+        *(bytes_text(value) for value in (save.logical, save.unique, save.stored)),
+    )

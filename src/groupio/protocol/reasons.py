@@ -1,0 +1,239 @@
+"""Why the protocol refuses a member or gives a group up: one clear sentence each."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from groupio.errors import (
+    AgentLost,
+    EpochConflict,
+    GroupAborted,
+    GroupTimeout,
+    InvalidInput,
+    LateMember,
+    NotFound,
+    Outcome,
+    StaleEpoch,
+    StagingFull,
+    StorageError,
+)
+from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey
+from groupio.protocol import events as ev
+
+WHEN_FULL = ("wait", "skip", "fail")
+
+_SHOWN_MAX = 16
+"""So many ranks are written out; of thousands, the count is enough."""
+
+
+def ranks(numbers: tuple[int, ...]) -> str:
+    """The ranks, the first of them written out."""
+    shown = ", ".join(map(str, numbers[:_SHOWN_MAX]))
+    more = len(numbers) - _SHOWN_MAX
+    return shown if more <= 0 else f"{shown} and {more} more"
+
+
+# -- an open is refused ---------------------------------------------------------
+
+
+def absurd(event: ev.MemberOpened) -> InvalidInput | None:
+    """What no member can mean, or None."""
+    if not 0 < event.world_size <= WORLD_SIZE_MAX:
+        wrong = f"world size {event.world_size} is not between 1 and {WORLD_SIZE_MAX}"
+    elif not 0 <= event.rank < event.world_size:
+        wrong = f"rank {event.rank} is not between 0 and {event.world_size - 1}"
+    elif not 0 <= event.epoch <= EPOCH_MAX:
+        wrong = f"epoch {event.epoch} is not between 0 and {EPOCH_MAX}"
+    elif not 0 < event.deadline_s < inf:
+        wrong = f"deadline_s={event.deadline_s} is not a number of seconds above 0"
+    elif event.when_full not in WHEN_FULL:
+        wrong = f"when_full={event.when_full!r} is not one of {', '.join(WHEN_FULL)}"
+    else:
+        return None
+    return InvalidInput(f"Rank {event.rank} cannot save: {wrong}.")
+
+
+def draining(epoch: int) -> AgentLost:
+    """The agent takes nothing new."""
+    return AgentLost(
+        f"The agent is draining and takes no new save of epoch {epoch}; call save again, a new "
+        "agent is started for it.",
+        outcome=Outcome.NOT_COMMITTED,
+    )
+
+
+def crowded(epoch: int, waiting: int) -> StorageError:
+    """Too many opens wait for the store already."""
+    return StorageError(
+        f"The store did not answer yet and {waiting} saves wait for it, so epoch {epoch} is not "
+        "taken; look at the store, then save again."
+    )
+
+
+def unanswered(event: ev.MemberOpened) -> GroupTimeout:
+    """The store was not open before the deadline."""
+    return GroupTimeout(
+        f"Epoch {event.epoch} was not staged within {event.deadline_s:g} s: the store did not "
+        "answer. Look at the store, or give a longer deadline_s.",
+        epoch=event.epoch,
+    )
+
+
+def stale(epoch: int, newest: int) -> StaleEpoch:
+    """Epochs only grow within a lineage."""
+    return StaleEpoch(
+        f"Epoch {epoch} is older than epoch {newest} of this lineage; save a newer epoch, or "
+        "connect(rewind_to=E) to start a new line after an older epoch E.",
+        epoch=epoch,
+        latest=newest,
+    )
+
+
+def lost_peers(epoch: int, gone: tuple[int, ...]) -> GroupAborted:
+    """Members that the group needs will never come."""
+    return GroupAborted(
+        f"Rank(s) {ranks(gone)} of this job ended, so epoch {epoch} cannot be saved by the whole "
+        "group; restart the job from its latest epoch.",
+        members=gone,
+        epoch=epoch,
+    )
+
+
+def late(event: ev.MemberOpened, its: int, now: int) -> LateMember:
+    """The member belongs to an earlier life of the job."""
+    return LateMember(
+        f"Rank {event.rank} (pid {event.process.pid}) belongs to incarnation {its}, the job is at "
+        f"{now}; end this process.",
+        member=event.rank,
+        epoch=event.epoch,
+    )
+
+
+def twins(rank: int, old: ev.Process, new: ev.Process) -> InvalidInput:
+    """Two living processes have one number."""
+    return InvalidInput(
+        f"Two processes call themselves rank {rank}: pid {old.pid} and pid {new.pid}; give each "
+        "rank its own number, or end the old process."
+    )
+
+
+def other_rewind(event: ev.MemberOpened, others: int | None) -> InvalidInput:
+    """Members disagree on the line to follow."""
+    return InvalidInput(
+        f"Rank {event.rank} connected with rewind_to={event.rewind_to}, the others with {others}; "
+        "give all ranks the same."
+    )
+
+
+def unknown_epoch(epoch: int) -> NotFound:
+    """There is nothing to rewind to."""
+    return NotFound(
+        f"connect(rewind_to={epoch}): this lineage has no committed epoch {epoch}; see "
+        "`groupio ls`.",
+        epoch=epoch,
+    )
+
+
+# -- a group is given up ---------------------------------------------------------
+
+
+def disagreement(name: str, a: ev.MemberOpened, b: ev.MemberOpened) -> InvalidInput:
+    """Two members of one group call it with different arguments."""
+    return InvalidInput(
+        f"Members disagree on {name} of epoch {a.epoch}: rank {a.rank} says "
+        f"{getattr(a, name)!r}, rank {b.rank} says {getattr(b, name)!r}; give all ranks the same."
+    )
+
+
+def overdue(epoch: int, limit_s: float, what: str, missing: tuple[int, ...]) -> GroupTimeout:
+    """The deadline passed; ``what`` says what the group waited for."""
+    return GroupTimeout(
+        f"Epoch {epoch} was not staged within {limit_s:g} s: {what}. Look at the named ranks, or "
+        "give a longer deadline_s.",
+        missing=missing,
+        epoch=epoch,
+    )
+
+
+def gave_up(epoch: int, rank: int, why: str) -> GroupAborted:
+    """A member said that it cannot go on."""
+    return GroupAborted(
+        f"Rank {rank} gave up the save of epoch {epoch}: {why}", members=(rank,), epoch=epoch
+    )
+
+
+def gone(epoch: int, rank: int, how: str) -> GroupAborted:
+    """A member ended before its bytes were safe."""
+    return GroupAborted(
+        f"Rank {rank} {how} before epoch {epoch} was staged; epoch {epoch} is not saved, earlier "
+        "epochs are intact. Restart the rank and save again.",
+        members=(rank,),
+        epoch=epoch,
+    )
+
+
+def new_incarnation(epoch: int, rank: int, why: str) -> GroupAborted:
+    """The job was restarted under an unstaged group."""
+    return GroupAborted(
+        f"A new incarnation of the job began ({why}) before epoch {epoch} was staged; restart "
+        "from the latest epoch.",
+        members=(rank,),
+        epoch=epoch,
+    )
+
+
+def stopped(epoch: int) -> AgentLost:
+    """The agent was told to end at once."""
+    return AgentLost(
+        f"The agent was stopped before epoch {epoch} was staged; save it again, a new agent is "
+        "started for it.",
+        outcome=Outcome.NOT_COMMITTED,
+    )
+
+
+def no_room(
+    epoch: int, node: str, when_full: str, need: int, budget: int, available: int
+) -> StagingFull:
+    """The node cannot hold the group's bytes: never, or not now."""
+    never = need > budget
+    what = f"can never hold {need}" if never else f"has {available} free now, not {need}"
+    wait = "" if never else ", or save with when_full='wait'"
+    return StagingFull(
+        f"Epoch {epoch}: the staging memory of node {node} ({budget} bytes) {what}; raise "
+        f"memory_bytes (GROUPIO_MEMORY_BYTES){wait}.",
+        needed=need,
+        budget=budget,
+        skipped=when_full == "skip",
+        epoch=epoch,
+    )
+
+
+def conflict(epoch: int) -> EpochConflict:
+    """The epoch stands already, with other bytes."""
+    return EpochConflict(
+        f"Epoch {epoch} is committed already, with other content; it stays as it is. Save under a "
+        f"newer epoch, or connect(rewind_to=...) below {epoch}.",
+        epoch=epoch,
+        outcome=Outcome.COMMITTED,
+    )
+
+
+def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAborted:
+    """Another controller decided this attempt."""
+    if committed:
+        return EpochConflict(
+            f"Another controller committed epoch {key.epoch} as {key}; end one of the two jobs "
+            "that write to this store.",
+            epoch=key.epoch,
+            outcome=Outcome.COMMITTED,
+        )
+    return GroupAborted(
+        f"Another controller aborted epoch {key.epoch} ({key}); save it again.",
+        epoch=key.epoch,
+    )
+
+
+def causes(error: Any) -> tuple[int, ...]:
+    """The ranks that an error names, for the abort record."""
+    return tuple(getattr(error, "members", None) or getattr(error, "missing", None) or ())

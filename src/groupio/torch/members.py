@@ -1,0 +1,207 @@
+"""Who takes part: rank and world size of a process group, and how its members agree on something.
+
+The members talk through the key-value store of ``torch.distributed``: no collective runs on the
+user's group, nothing passes through accelerator memory, every wait has a deadline, and a member
+that does not answer is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from groupio.client.launch import find_place
+from groupio.errors import (
+    GroupAborted,
+    GroupIOError,
+    GroupTimeout,
+    InvalidInput,
+    Outcome,
+    from_wire,
+    to_wire,
+)
+
+VERDICT_MARGIN_S = 15.0
+"""Members wait so much longer than the one who collects, to hear who was missing."""
+
+_rounds: dict[tuple[str, int], int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """This process's place. ``group`` names the process group, "" when there is none."""
+
+    rank: int
+    world_size: int
+    group: str = ""
+
+
+def find_members(process_group: dist.ProcessGroup | None) -> Members:
+    """The place of this process: by the group, else by the launcher's environment, else 0 of 1.
+
+    InvalidInput when this process is not in ``process_group``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise InvalidInput(
+                "process_group is given but torch.distributed is not initialised; call "
+                "init_process_group first"
+            )
+        return Members(*find_place(None, None, os.environ))
+    rank = dist.get_rank(process_group)
+    if rank < 0:
+        raise InvalidInput(
+            f"rank {dist.get_rank()} is not a member of the given process group; only its members "
+            "may call"
+        )
+    ranks = dist.get_process_group_ranks(process_group)
+    name = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    group = getattr(process_group, "group_name", "world")
+    return Members(rank, len(ranks), f"{group}-{name}")
+
+
+class Council:
+    """One series of decisions of all members, such as those of one load.
+
+    Every member makes one for the same occasion, in the same order.
+    """
+
+    def __init__(self, members: Members, occasion: str, deadline_s: float) -> None:
+        self._members = members
+        self.deadline_s = deadline_s
+        """How long the next decision may wait for the slowest member, in seconds."""
+        self._alone = not members.group or members.world_size == 1
+        self._decisions = 0
+        key = f"groupio/{members.group}/{occasion}"
+        place = (key, members.rank)
+        number = _rounds[place] = _rounds.get(place, -1) + 1
+        self._prefix = f"{key}/{number}"
+
+    def decide(
+        self,
+        mine: Mapping[str, Any] | GroupIOError,
+        judge: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        """What rank 0 makes of everyone's opinion; the same for all members.
+
+        ``mine`` is a dict of plain values, or why this member cannot go on: then all members
+        raise, this one its own error and the others one that names it. ``judge`` runs on rank 0
+        and may raise an error for all. GroupTimeout names members that do not answer in time.
+        """
+        self._decisions += 1
+        if self._alone:
+            if isinstance(mine, GroupIOError):
+                raise mine
+            return judge([dict(mine)])
+        if self._members.rank == 0:
+            verdict = self._preside(mine, judge)
+            self._put("verdict", verdict)
+        else:
+            self._put(str(self._members.rank), _opinion(mine))
+            verdict = self._hear(mine)
+        if isinstance(mine, GroupIOError):
+            raise mine
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        return verdict
+
+    def _preside(
+        self,
+        mine: Mapping[str, Any] | GroupIOError,
+        judge: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        try:
+            opinions = [_opinion(mine), *self._collect()]
+            for rank, opinion in enumerate(opinions):
+                if "error" in opinion:
+                    raise _of_member(rank, from_wire(opinion["error"]))
+            return judge(opinions)
+        except GroupIOError as error:
+            return {"error": to_wire(error)}
+
+    def _collect(self) -> list[dict[str, Any]]:
+        end = time.monotonic() + self.deadline_s
+        found: list[dict[str, Any]] = []
+        missing = []
+        for rank in range(1, self._members.world_size):
+            # After the deadline whoever has answered by now still counts.
+            opinion = self._get(str(rank), max(end - time.monotonic(), 0.01))
+            if opinion is None:
+                missing.append(rank)
+            else:
+                found.append(opinion)
+        if missing:
+            raise GroupTimeout(
+                f"ranks {missing} did not answer within {self.deadline_s:.0f} s; see what became "
+                "of them, then load again on all ranks",
+                missing=missing,
+                outcome=Outcome.UNKNOWN,
+            )
+        return found
+
+    def _hear(self, mine: Mapping[str, Any] | GroupIOError) -> dict[str, Any]:
+        verdict = self._get("verdict", self.deadline_s + VERDICT_MARGIN_S)
+        if verdict is not None:
+            return verdict
+        if isinstance(mine, GroupIOError):
+            raise mine
+        raise GroupTimeout(
+            f"rank 0 did not answer within {self.deadline_s + VERDICT_MARGIN_S:.0f} s; see what "
+            "became of it, then load again on all ranks",
+            missing=[0],
+            outcome=Outcome.UNKNOWN,
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._decisions}/{name}"
+
+    def _put(self, name: str, value: Mapping[str, Any]) -> None:
+        try:
+            _store().set(self._key(name), msgspec.msgpack.encode(value))
+        except RuntimeError as error:
+            raise _unreachable(error) from error
+
+    def _get(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+        """What a member put under ``name``; None when it did not in time."""
+        key = self._key(name)
+        end = time.monotonic() + timeout_s
+        try:
+            _store().wait([key], timedelta(seconds=timeout_s))
+            value: dict[str, Any] = msgspec.msgpack.decode(_store().get(key))
+        except RuntimeError as error:  # torch has one type for "too late" and "no connection"
+            if time.monotonic() >= end - 0.005:
+                return None
+            raise _unreachable(error) from error
+        return value
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _opinion(mine: Mapping[str, Any] | GroupIOError) -> dict[str, Any]:
+    return {"error": to_wire(mine)} if isinstance(mine, GroupIOError) else dict(mine)
+
+
+def _of_member(rank: int, error: GroupIOError) -> GroupIOError:
+    wire = to_wire(error)
+    wire["message"] = f"rank {rank}: {error.message}"
+    return from_wire(wire)
+
+
+def _unreachable(error: RuntimeError) -> GroupAborted:
+    first_line = (str(error).splitlines() or [""])[0]
+    return GroupAborted(
+        f"the store of torch.distributed, which rank 0 or torchrun keeps, cannot be reached "
+        f"({first_line}); start the job again",
+        members=[0],
+        outcome=Outcome.UNKNOWN,
+    )

@@ -1,0 +1,29 @@
+"""What a load reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedEpoch:
+    """An epoch that a load with ``fallback=True`` passed over, and why."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What :func:`groupio.torch.load` did.
+
+    ``step`` is the epoch that was loaded, on all members the same one. ``missing`` are names of
+    the given state dict that were not saved (left as they were), ``unexpected`` saved names that
+    the state dict does not have: both are empty after a strict load. ``skipped_epochs`` are newer
+    epochs that were damaged, the newest first.
+    """
+
+    step: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    skipped_epochs: tuple[SkippedEpoch, ...] = ()

@@ -1,0 +1,104 @@
+"""A rank as a process of its own: reads one JSON command a line, answers with one JSON line.
+
+Arrays are described, not sent: ``{"seed": 3, "bytes": 1048576}`` is that many random bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import groupio
+from groupio.errors import GroupIOError, to_wire
+
+client: groupio.Client | None = None
+handles: dict[int, groupio.SaveHandle] = {}
+
+
+def value(spec: Any) -> Any:
+    if isinstance(spec, dict) and "seed" in spec:
+        return np.random.default_rng(spec["seed"]).integers(0, 256, spec["bytes"], dtype=np.uint8)
+    if isinstance(spec, dict) and "many" in spec:
+        return np.arange(spec["many"], dtype=np.int64)
+    return spec
+
+
+def items_of(spec: dict[str, Any]) -> dict[str, Any]:
+    many = spec.pop("__many__", None)
+    items = {name: value(one) for name, one in spec.items()}
+    if many is not None:
+        shared = np.arange(16, dtype=np.float32)
+        items |= {f"layer.{i}.weight": shared + i for i in range(many)}
+    return items
+
+
+def times(handle: groupio.SaveHandle) -> dict[str, Any]:
+    t = handle.times
+    return {
+        name: getattr(t, name)
+        for name in ("released", "staged", "replicated", "remote", "durable")
+    }
+
+
+def run(command: dict[str, Any]) -> dict[str, Any]:
+    global client
+    what = command.pop("do")
+    match what:
+        case "connect":
+            client = groupio.connect(**command)
+            return {}
+        case "save":
+            assert client is not None
+            items = items_of(command.pop("items"))
+            handle = client.save(items, **command)
+            handles[command["epoch"]] = handle
+            for array in items.values():
+                if isinstance(array, np.ndarray) and array.flags.writeable:
+                    array.fill(0)  # what was saved are the bytes at the call
+            error = handle.error
+            return {"error": to_wire(error) if error else None, "times": times(handle)}
+        case "wait":
+            handle = handles[command.pop("epoch")]
+            handle.wait(**command)
+            return {"times": times(handle), "notes": list(handle.times.notes)}
+        case "load":
+            assert client is not None
+            expect = items_of(command.pop("expect"))
+            started = time.monotonic()
+            got = client.load(**command)
+            assert set(got) == set(expect), sorted(set(got) ^ set(expect))[:5]
+            for name, one in expect.items():
+                if isinstance(one, np.ndarray):
+                    assert got[name].dtype == one.dtype, name
+                    assert got[name].tobytes() == one.tobytes(), f"{name} differs"
+                else:
+                    assert got[name] == one, name
+            return {"seconds": time.monotonic() - started, "skipped": client.skipped_epochs}
+        case "epochs":
+            assert client is not None
+            return {"epochs": [e.epoch for e in client.epochs()]}
+        case "close":
+            assert client is not None
+            client.close()
+            return {}
+        case "fds":
+            return {"fds": len(os.listdir("/proc/self/fd"))}
+    raise AssertionError(what)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            answer = run(json.loads(line))
+        except GroupIOError as error:
+            answer = {"raised": to_wire(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
