@@ -12,7 +12,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-SOURCES := src tests
+SOURCES := src tests $(wildcard benchmarks)
 
 .PHONY: help demo test check proof format tools clean
 

@@ -134,7 +134,7 @@ def run_shape(args: argparse.Namespace, shape: str, folder: Path) -> list[dict[s
 def agent_memory() -> dict[str, Any]:
     """Peak memory of the agent beside its budget."""
     answer = subprocess.run(
-        [sys.executable, "-m", "groupio.cli.main", "status", "--json"],
+        [sys.executable, "-m", "groupio.cli", "status", "--json"],
         capture_output=True,
         text=True,
         check=True,

@@ -43,7 +43,7 @@ def python_files(*roots: Path) -> list[Path]:
 
 
 SOURCES = python_files(PACKAGE)
-EVERYTHING = python_files(ROOT / "src", ROOT / "tests")
+EVERYTHING = python_files(ROOT / "src", ROOT / "tests", ROOT / "benchmarks")
 TEXTS = [
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile", *EVERYTHING]

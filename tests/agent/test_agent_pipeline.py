@@ -263,9 +263,7 @@ def test_after_idle_no_thread_looks_at_the_memory(store: Store) -> None:
     mapped = map_shared(member.arena.fd, 0, member.layout.total_bytes)
     view = memoryview(mapped)
     job, outcomes = store.job(1, backend=FaultyBackend(store.backend, block))
-    job.add_wave(
-        0, 0, member.items, member.layout, 0, len(member.layout.chunk_start), view, 0
-    )
+    job.add_wave(0, 0, member.items, member.layout, 0, len(member.layout.chunk_start), view, 0)
     assert entered.wait(WAIT_S)
     idle = threading.Event()
     job.cancel(idle.set)
@@ -287,9 +285,7 @@ def test_an_error_keeps_no_memory_either(store: Store) -> None:
     mapped = map_shared(member.arena.fd, 0, member.layout.total_bytes)
     view = memoryview(mapped)
     job, outcomes = store.job(1, backend=FaultyBackend(store.backend, broken))
-    job.add_wave(
-        0, 0, member.items, member.layout, 0, len(member.layout.chunk_start), view, 0
-    )
+    job.add_wave(0, 0, member.items, member.layout, 0, len(member.layout.chunk_start), view, 0)
     assert outcomes.over.wait(WAIT_S)
     become_idle(job)
     view.release()

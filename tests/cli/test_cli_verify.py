@@ -191,6 +191,16 @@ def test_a_second_commit_of_an_epoch_is_found(groupio: Command, maker: StoreMake
     assert {int(d["detail"][-2]) for d in done.json["damage"]} == {6, 7}
 
 
+def test_an_aborted_attempt_whose_segment_is_in_use_is_found(
+    groupio: Command, maker: StoreMaker
+) -> None:
+    record_path(maker, FIRST).unlink()
+    maker.abort(FIRST)
+    done = groupio("verify", maker.path, "--json")
+    assert damage_of(done) == [("inconsistent", segment_path(maker, FIRST).name)]
+    assert done.json["damage"][0]["epochs"] == [20]
+
+
 def test_unreadable_is_not_missing(
     groupio: Command, maker: StoreMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from client_store import StoreBuilder
-from fake_agent import FakeAgent
+from fake_agent import Background, FakeAgent
 
 import groupio
 from groupio.agent import spawn
@@ -45,3 +45,8 @@ def store(tmp_path: Path) -> Iterator[StoreBuilder]:
     builder = StoreBuilder(tmp_path / "store")
     yield builder
     builder.close()
+
+
+@pytest.fixture
+def background() -> Background:
+    return Background()

@@ -6,7 +6,8 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ class Peer:
         self, opened: msg.OpenSave, wave: Wave, number: int = 0, count: int = 1, offset: int = 0
     ) -> None:
         """Grant a wave at ``offset`` of the arena, which is made and passed on the first time."""
-        is_new = self.arena < 0
-        if is_new:
+        if self.arena < 0:
             self.arena = os.memfd_create("test-arena", os.MFD_CLOEXEC)
+            self.send(msg.Arena(), [self.arena])
         end = offset + wave.virt_hi - wave.virt_lo
         if os.fstat(self.arena).st_size < end:
             os.ftruncate(self.arena, end)
@@ -73,9 +74,7 @@ class Peer:
                 virt_hi=wave.virt_hi,
                 chunk_lo=wave.chunk_lo,
                 chunk_hi=wave.chunk_hi,
-                new_arena=is_new,
-            ),
-            [self.arena] if is_new else [],
+            )
         )
 
     def chunks(self, opened: msg.OpenSave, wave: Wave, offset: int = 0) -> list[bytes]:
@@ -177,3 +176,19 @@ class FakeAgent:
 
 def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(array).tobytes()
+
+
+class Background:
+    """Calls in threads that no failing test has to wait for."""
+
+    def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future

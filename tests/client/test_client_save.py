@@ -7,12 +7,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_agent import FakeAgent, bytes_of
+from fake_agent import Background, FakeAgent, bytes_of
 
 import groupio
 from groupio.client import saving
@@ -26,18 +26,12 @@ Connect = Callable[..., groupio.Client]
 ARRAY = np.arange(3 << 20, dtype=np.uint8)
 
 
-@pytest.fixture
-def background() -> Any:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
-
-
 def whole(peer: Any, opened: msg.OpenSave) -> Wave:
     return waves(peer.layout(opened), 1 << 40)[0]
 
 
 def test_a_save_brings_every_item_to_the_arena_and_tells_each_level(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect(rank=2, world_size=4, job="llm")
     peer = agent.peer()
@@ -72,7 +66,7 @@ def test_a_save_brings_every_item_to_the_arena_and_tells_each_level(
 
 
 def test_a_state_larger_than_the_window_goes_through_in_waves(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -94,7 +88,7 @@ def test_a_state_larger_than_the_window_goes_through_in_waves(
 
 
 def test_a_lease_that_is_granted_again_is_reused_and_standby_maps_ahead(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -110,7 +104,7 @@ def test_a_lease_that_is_granted_again_is_reused_and_standby_maps_ahead(
 
 
 def test_two_epochs_in_flight_and_two_threads(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -135,7 +129,7 @@ def test_two_epochs_in_flight_and_two_threads(
 
 
 def test_a_failure_before_the_grant_stands_on_the_handle(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect(rank=0, world_size=2)
     peer = agent.peer()
@@ -155,7 +149,7 @@ def test_a_failure_before_the_grant_stands_on_the_handle(
 def test_a_failure_during_the_copy_is_answered_only_after_the_last_write(
     agent: FakeAgent,
     connect: Connect,
-    background: ThreadPoolExecutor,
+    background: Background,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = connect()
@@ -185,7 +179,7 @@ def test_a_failure_during_the_copy_is_answered_only_after_the_last_write(
 def test_an_error_of_the_copy_is_told_to_the_group(
     agent: FakeAgent,
     connect: Connect,
-    background: ThreadPoolExecutor,
+    background: Background,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = connect(rank=1, world_size=2)
@@ -210,7 +204,7 @@ def test_an_error_of_the_copy_is_told_to_the_group(
 
 
 def test_a_skipped_save_is_no_error_but_reaches_nothing(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -229,7 +223,7 @@ def test_a_skipped_save_is_no_error_but_reaches_nothing(
 
 
 def test_the_death_of_the_agent_ends_every_wait_and_the_next_call_starts_another(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -257,7 +251,7 @@ def test_the_death_of_the_agent_ends_every_wait_and_the_next_call_starts_another
 
 
 def test_a_durable_save_survives_the_death_of_the_agent(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -272,7 +266,7 @@ def test_a_durable_save_survives_the_death_of_the_agent(
 
 
 def test_a_draining_agent_is_left_for_its_successor(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     old = agent.peer()
@@ -343,7 +337,7 @@ def test_an_item_that_cannot_be_stored_raises_and_frees_the_other_members(
 def test_callbacks_come_once_for_levels_failures_and_what_is_over(
     agent: FakeAgent,
     connect: Connect,
-    background: ThreadPoolExecutor,
+    background: Background,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = connect()
@@ -384,7 +378,7 @@ def test_callbacks_come_once_for_levels_failures_and_what_is_over(
 
 
 def test_replicas_on_one_node_are_unreachable_at_once(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect(settings={"replicas": 2})
     peer = agent.peer()
@@ -399,7 +393,7 @@ def test_replicas_on_one_node_are_unreachable_at_once(
 
 
 def test_replicated_is_staged_when_one_replica_is_asked(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()
@@ -412,7 +406,7 @@ def test_replicated_is_staged_when_one_replica_is_asked(
 
 
 def test_close_waits_bounded_says_goodbye_and_is_final(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect(settings={"close_timeout_s": 20.0})
     peer = agent.peer()
@@ -434,7 +428,7 @@ def test_close_waits_bounded_says_goodbye_and_is_final(
 
 
 def test_close_leaves_what_is_not_decided_in_time(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect(settings={"close_timeout_s": 0.05})
     peer = agent.peer()
@@ -500,7 +494,7 @@ def test_wrong_arguments_raise_and_save_nothing(
 
 
 def test_many_small_tensors_are_one_message(
-    agent: FakeAgent, connect: Connect, background: ThreadPoolExecutor
+    agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
     client = connect()
     peer = agent.peer()

@@ -166,7 +166,7 @@ def test_rank_killed_in_its_copy(make_node: Any, tmp_path: Path) -> None:
     node = make_node(memory_bytes="2G")
     ranks = node.world(2, tmp_path / "store")
     save_all(ranks, 1, lambda r: r)
-    big = {"w": {"seed": 1, "bytes": 600 * MIB}}
+    big = {"w": {"zeros": 600 * MIB}}
     small = {"w": {"seed": 1, "bytes": MIB}}
     ranks[0].send("save", epoch=2, items=small, wait_for="staged")
     ranks[1].send("save", epoch=2, items=big)
@@ -184,7 +184,7 @@ def test_rank_stopped_in_its_copy_is_fenced(make_node: Any, tmp_path: Path) -> N
     node = make_node(memory_bytes="2G")
     ranks = node.world(2, tmp_path / "store")
     ranks[0].send("save", epoch=1, items=data(1), deadline_s=4, wait_for="staged")
-    ranks[1].send("save", epoch=1, items={"w": {"seed": 1, "bytes": 600 * MIB}}, deadline_s=4)
+    ranks[1].send("save", epoch=1, items={"w": {"zeros": 600 * MIB}}, deadline_s=4)
     in_copy(node)
     ranks[1].signal(signal.SIGSTOP)
     error = from_wire(ranks[0].answer(20)["error"])

@@ -138,9 +138,7 @@ class Desk:
 
     def _save_failed(self, peer: Peer, job: Job, save_id: int, error: GroupIOError) -> None:
         self._driver.tell_machine(ev.WriterStopped(peer.client, save_id))
-        found = job.controller.find(peer.client, save_id)
-        if found is not None:
-            self._driver.tell_controller(job, ev.MemberFailed(*found, error))
+        self._driver.tell_controller(job, ev.MemberFailed(peer.client, save_id, error))
 
     # -- answers ---------------------------------------------------------
 

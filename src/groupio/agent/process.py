@@ -111,7 +111,8 @@ def make_runtime_dir(paths: RuntimePaths) -> None:
 def try_lock(path: Path) -> int | None:
     """A descriptor that holds the exclusive flock of ``path``, or None when another holds it.
 
-    The lock lasts until :func:`unlock` or the end of the process. OSError when the file cannot be opened.
+    The lock lasts until :func:`unlock` or the end of the process. OSError when the file cannot
+    be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(path, flags, 0o600)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from groupio.agent import process
 from groupio.agent.memory import default_budget
 from groupio.backend.base import BackendInfo
 from groupio.backend.posix import PosixBackend
@@ -26,6 +27,13 @@ FILES_NEEDED = 256
 """groupio's own files and sockets stay below this, whatever the number of tensors."""
 
 BUDGET_SMALL = 1 << 30
+
+VOLATILE = {
+    "tmpfs": "it is memory: DURABLE there survives neither power loss nor a restart",
+    "ramfs": "it is memory: DURABLE there survives neither power loss nor a restart",
+    "overlay": "it is a container's layer, which is removed with it: use a mounted volume",
+}
+"""File systems whose bytes go with something that a store should outlive, and what to know."""
 
 
 class Verdict(StrEnum):
@@ -138,6 +146,18 @@ def check_files() -> Check:
     return Check("open files", Verdict.OK, finding, "", data)
 
 
+def check_runtime_dir(paths: process.RuntimePaths) -> Check:
+    """Whether the agent's directory can be trusted, and whether an agent lives in it."""
+    data: dict[str, Any] = {"path": str(paths.directory), "running": False}
+    try:
+        process.make_runtime_dir(paths)
+        data["running"] = process.is_alive(paths)
+    except GroupIOError as error:
+        return Check("agent's place", Verdict.FAIL, error.message, "", data)
+    living = "an agent runs" if data["running"] else "no agent runs"
+    return Check("agent's place", Verdict.OK, f"{paths.directory}, {living}", "", data)
+
+
 def check_shared_memory(host: Host) -> Check:
     """The size of /dev/shm, which groupio does not use."""
     path = str(host.root / "dev/shm")
@@ -246,7 +266,9 @@ def _check_disk(info: BackendInfo) -> Iterator[Check]:
     where = "on this node only" if info.node_local else "shared"
     place = f"{info.filesystem}, {where}"
     data: dict[str, Any] = asdict(info)
-    if info.node_local:
+    if info.filesystem in VOLATILE:
+        yield Check("file system", Verdict.WARN, place, VOLATILE[info.filesystem], data)
+    elif info.node_local:
         advice = "an epoch there does not survive the loss of this node"
         yield Check("file system", Verdict.OK, place, advice, data)
     else:

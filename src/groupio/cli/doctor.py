@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from groupio.cli import checks
+from groupio.cli import asking, checks
 from groupio.cli.host import Host
 from groupio.cli.output import ANSWER_IS_NO, OK, JsonFlag, console, emit_json, table, text
 from groupio.errors import GroupIOError
@@ -42,6 +42,7 @@ def examine(store: str | None, host: Host | None = None) -> list[checks.Check]:
         checks.check_memory(host),
         checks.check_budget(checks.planned_budget(), host),
         checks.check_files(),
+        checks.check_runtime_dir(asking.paths()),
         checks.check_scope(host),
         checks.check_shared_memory(host),
         checks.check_huge_pages(host),

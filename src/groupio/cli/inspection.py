@@ -337,7 +337,15 @@ class Inspector:
     def _check_owner(self, name: str, decided: set[DecisionKey]) -> None:
         """A segment in use belongs to a committed epoch, whose record must be there."""
         parsed = parse_segment_name(name)
-        if parsed is None or parsed[0] in decided:
+        if parsed is None:
+            return
+        if parsed[0] in self._catalog.aborted:
+            path = f"{self._backend.path}/{SEGMENTS}/{name}"
+            detail = f"committed epochs use it, but epoch {parsed[0].epoch} is decided aborted"
+            epochs = tuple(sorted(self._users[name]))
+            self._found.append(Damage("inconsistent", path, detail, None, epochs))
+            return
+        if parsed[0] in decided:
             return
         record = f"{self._backend.path}/{EPOCHS}/{parsed[0]}"
         if all(damage.path != record for damage in self._found):

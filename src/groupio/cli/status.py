@@ -90,13 +90,14 @@ def picture(answer: dict[str, Any] | None) -> RenderableType:
 
 def _agent(agent: dict[str, Any]) -> RenderableType:
     memory = agent["memory"]
-    rows = table("agent", "", "", "")
+    rows = table("agent", "")
     uptime = duration(agent["uptime_s"])
-    rows.add_row("process", f"{agent['pid']}", "version", f"{agent['version']}, up {uptime}")
-    rows.add_row("memory", size(memory["budget"]), "free", size(memory["free"]))
-    rows.add_row("leased", size(memory["leased"]), "quarantined", size(memory["quarantined"]))
-    log = f"log          {text(agent['log'])}"
-    return Group(rows, log)
+    draining = ", draining" if agent.get("draining") else ""
+    rows.add_row("process", f"{agent['pid']}, version {agent['version']}, up {uptime}{draining}")
+    rows.add_row("memory", f"{size(memory['leased'])} leased of {size(memory['budget'])}")
+    rows.add_row("", f"{size(memory['free'])} warm, {size(memory['quarantined'])} quarantined")
+    rows.add_row("log", text(agent["log"]))
+    return rows
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:

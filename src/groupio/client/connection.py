@@ -7,6 +7,7 @@ the client makes a new one at its next call.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -197,8 +198,14 @@ class Connection:
         from groupio.client.arena import ClientArena
 
         if len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
             raise AgentLost(f"the agent sent {len(fds)} descriptors for an arena instead of one")
-        old, self._arena = self._arena, ClientArena(fds[0])
+        arena = ClientArena(fds[0])
+        with self._lock:
+            old, self._arena = self._arena, arena
+            if self._lost is not None:
+                old, self._arena = arena, None
         if old is not None:
             old.close()
 
@@ -207,8 +214,8 @@ class Connection:
         if save is None or self._arena is None:
             # Nobody copies into this lease.
             self.send(msg.Released(grant.save_id))
-            return
-        save.granted(grant, self._arena)
+        else:
+            save.granted(grant, self._arena)
 
     def _on_reached(self, reached: msg.Reached) -> None:
         level = Level(reached.level)

@@ -50,7 +50,7 @@ def copy_range(
     )
     sources = prepared.sources
     base = address - lo
-    since_look = 0
+    since_look = _ITEMS_BETWEEN_LOOKS
     for item, begin, end, start in rows:
         source = sources[item]
         if source is None:

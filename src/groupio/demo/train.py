@@ -73,6 +73,9 @@ class Trainer:
 
     def resume(self, store: str) -> int:
         """Load the newest epoch of ``store`` and go on from there; its number."""
+        # DDP arranges its buckets anew after the first step, which changes the order of its sums:
+        # let it have that step before the state is loaded.
+        self.train_step()
         state = self.state()
         report = groupio.torch.load(state, store)
         set_state_dict(

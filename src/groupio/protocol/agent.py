@@ -3,6 +3,9 @@
 All jobs of the node share one ledger. A group is admitted as a whole, before any copy, in the
 order of arrival; a state larger than the budget goes through in waves. An extent is used again
 only after its writer acknowledged or its process is gone, never by time.
+
+Orders of one controller come in the order in which it gave them: its channel sees to that.
+Whatever comes twice, or too late, changes nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupio.errors import StagingFull
+from groupio.errors import GroupIOError
 from groupio.model import CHUNK_BYTES, PAGE_BYTES
 from groupio.plan.layout import Layout, Wave, waves
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
-from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger
+from groupio.protocol import reasons
+from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, extent_bytes
 
 WINDOW_BYTES_MIN = 2 * CHUNK_BYTES + PAGE_BYTES
 """The smallest window of a lease that goes through in waves."""
@@ -43,11 +47,9 @@ class NodeGroup:
     order: fx.AdmitGroup
     leases: dict[int, Lease]
     admitted: bool = False
+    refused: bool = False
     started: bool = False
     aborting: bool = False
-    finished: bool = False
-    closed: bool = False
-    idle: bool = True
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class AgentMachine:
             case fx.AdmitGroup():
                 return self._on_admit(event)
             case fx.StartCopy(group=number):
-                return self._on_start(self.groups[number])
+                return self._on_start(number)
             case fx.AbortGroup(group=number):
                 return self._on_abort(number)
             case fx.CloseGroup():
@@ -85,9 +87,9 @@ class AgentMachine:
             case ev.WaveStored():
                 return self._on_stored(event)
             case ev.JobStored(group=number, report=report):
-                return [fx.Report(ev.NodeStored(number, self.node, report))]
+                return self._report(number, ev.NodeStored(number, self.node, report))
             case ev.JobFailed(group=number, error=error):
-                return [fx.Report(ev.NodeFailed(number, self.node, error))]
+                return self._report(number, ev.NodeFailed(number, self.node, error))
             case ev.JobIdle(group=number):
                 return self._on_idle(number)
             case ev.WriterStopped(client=client, save_id=save_id):
@@ -113,74 +115,74 @@ class AgentMachine:
     # -- admission ---------------------------------------------------------
 
     def _on_admit(self, order: fx.AdmitGroup) -> list[fx.Effect]:
-        leases = {
-            seat.rank: Lease(seat, self._asked.pop((seat.client, seat.save_id)).layout)
-            for seat in order.seats
-        }
+        if order.group in self.groups:
+            return []
+        waiting = bool(self._queue())
+        leases: dict[int, Lease] = {}
+        gone: list[int] = []
+        for seat in order.seats:
+            asked = self._asked.pop((seat.client, seat.save_id), None)
+            if asked is None:
+                gone.append(seat.rank)
+            else:
+                leases[seat.rank] = Lease(seat, asked.layout)
         group = NodeGroup(order, leases)
         self.groups[order.group] = group
-        need = sum(_extent_bytes(x.layout.total_bytes) for x in leases.values())
-        smallest = len(leases) * _extent_bytes(WINDOW_BYTES_MIN)
-        if min(need, smallest) > self.ledger.budget:
-            return [self._refuse(group, min(need, smallest), "can ever")]
-        if order.when_full != "wait" and (need > self.ledger.available or self._queue()):
-            return [self._refuse(group, need, "does")]
+        if gone:
+            return [self._refuse(group, reasons.lost_peers(order.key.epoch, tuple(gone)))]
+        need = sum(extent_bytes(x.layout.total_bytes) for x in leases.values())
+        least = min(need, len(leases) * extent_bytes(WINDOW_BYTES_MIN))
+        free, budget = self.ledger.available, self.ledger.budget
+        if least > budget:
+            full = reasons.no_room(order, least, budget, free, ever=False)
+            return [self._refuse(group, full)]
+        if order.when_full != "wait" and (need > free or waiting):
+            full = reasons.no_room(order, need, budget, free, ever=True)
+            return [self._refuse(group, full)]
         return self._admit_next()
 
-    def _refuse(self, group: NodeGroup, need: int, verb: str) -> fx.Effect:
-        error = StagingFull(
-            f"Epoch {group.order.key.epoch} needs {need} bytes of host memory on node {self.node}, "
-            f"{'more than' if verb == 'can ever' else 'and'} the budget of {self.ledger.budget} "
-            f"{verb} hold{'' if verb == 'can ever' else f' only {self.ledger.available} more now'};"
-            " raise memory_bytes (GROUPIO_MEMORY_BYTES), or save with when_full='wait'.",
-            needed=need,
-            budget=self.ledger.budget,
-            skipped=group.order.when_full == "skip",
-            epoch=group.order.key.epoch,
-        )
+    def _refuse(self, group: NodeGroup, error: GroupIOError) -> fx.Effect:
+        group.refused = True
         return fx.Report(ev.NodeRefused(group.order.group, self.node, error))
 
     def _queue(self) -> list[NodeGroup]:
-        return [g for g in self.groups.values() if not (g.admitted or g.aborting or g.closed)]
+        return [g for g in self.groups.values() if not (g.admitted or g.refused or g.aborting)]
 
     def _admit_next(self) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
         for group in self._queue():
-            if not self._fits(group):
+            spare = self._fit(group)
+            if spare < 0:
                 break  # in order of arrival: a small group does not starve a large one
             group.admitted = True
             for lease in group.leases.values():
-                effects += self._take(lease)
-            effects += [
-                fx.Punch(e.arena, e.offset, e.length) for e in self.ledger.overcommit()
-            ]
+                effects += self._open_arena(lease.seat.client)
+                spare -= self._take(lease, spare)
+            effects += [fx.Punch(e.arena, e.offset, e.length) for e in self.ledger.overcommit()]
             effects.append(fx.Report(ev.NodeAdmitted(group.order.group, self.node)))
         return effects
 
-    def _fits(self, group: NodeGroup) -> bool:
-        """Sets the windows of the leases when the group's memory is there."""
+    def _fit(self, group: NodeGroup) -> int:
+        """Set the windows of the leases; the memory left over then, negative if there is none."""
+        free, budget = self.ledger.available, self.ledger.budget
         sizes = {r: x.layout.total_bytes for r, x in group.leases.items()}
-        need = sum(_extent_bytes(size) for size in sizes.values())
-        if need <= self.ledger.available:
+        need = sum(extent_bytes(size) for size in sizes.values())
+        if need <= budget or free < budget:
             for rank, lease in group.leases.items():
                 lease.window = max(WINDOW_BYTES_MIN, sizes[rank])
-            return True
-        if need <= self.ledger.budget or self.ledger.available < self.ledger.budget:
-            return False
-        spare = self.ledger.budget - len(sizes) * _extent_bytes(WINDOW_BYTES_MIN)
-        total = sum(sizes.values())
+            return free - need
+        left = budget - len(sizes) * extent_bytes(WINDOW_BYTES_MIN)
         for rank, lease in group.leases.items():
-            share = spare * sizes[rank] // total // EXTENT_ALIGN * EXTENT_ALIGN
-            lease.window = _extent_bytes(WINDOW_BYTES_MIN) + share
-        return True
+            share = left * sizes[rank] // sum(sizes.values()) // EXTENT_ALIGN * EXTENT_ALIGN
+            lease.window = extent_bytes(WINDOW_BYTES_MIN) + share
+        return budget - sum(lease.window for lease in group.leases.values())
 
-    def _take(self, lease: Lease) -> list[fx.Effect]:
-        client = lease.seat.client
-        effects = self._open_arena(client)
+    def _take(self, lease: Lease, spare: int) -> int:
+        """Lease the memory of one member; how much more it got than it asked for."""
         lease.waves = waves(lease.layout, lease.window)
         length = max(wave.virt_hi - wave.virt_lo for wave in lease.waves)
-        lease.extent, _ = self.ledger.lease(self.arenas[client], length)
-        return effects
+        lease.extent = self.ledger.lease(self.arenas[lease.seat.client], length, spare)
+        return lease.extent.length - extent_bytes(length)
 
     def _open_arena(self, client: str) -> list[fx.Effect]:
         if client in self.arenas:
@@ -191,10 +193,11 @@ class AgentMachine:
 
     # -- copying ---------------------------------------------------------
 
-    def _on_start(self, group: NodeGroup) -> list[fx.Effect]:
-        if group.aborting:
+    def _on_start(self, number: int) -> list[fx.Effect]:
+        group = self.groups.get(number)
+        if group is None or group.started:
             return []
-        group.started, group.idle = True, False
+        group.started = True
         order = group.order
         effects: list[fx.Effect] = [fx.StartJob(order.group, order.key, order.store)]
         for lease in group.leases.values():
@@ -249,7 +252,6 @@ class AgentMachine:
             lease.stopped = True
             effects.append(fx.Report(ev.MemberCopied(number, lease.seat.rank)))
         if all(x.copied == len(x.waves) - 1 for x in group.leases.values()):
-            group.finished = True
             effects.append(fx.FinishJob(number))
         return effects
 
@@ -258,6 +260,8 @@ class AgentMachine:
         if group is None or group.aborting:
             return []
         lease = group.leases[event.rank]
+        if event.wave <= lease.stored:
+            return []
         lease.stored = event.wave
         if event.wave + 1 == len(lease.waves):
             return []
@@ -265,11 +269,13 @@ class AgentMachine:
 
     # -- the end ---------------------------------------------------------
 
+    def _report(self, number: int, event: Any) -> list[fx.Effect]:
+        """Report what the flush job said, unless its group is over."""
+        return [fx.Report(event)] if number in self.groups else []
+
     def _on_abort(self, number: int) -> list[fx.Effect]:
         group = self.groups.get(number)
-        if group is None:
-            return [fx.Report(ev.NodeIdle(number, self.node))]
-        if group.aborting:
+        if group is None or group.aborting:
             return []
         group.aborting = True
         if group.started:
@@ -277,17 +283,12 @@ class AgentMachine:
         return [fx.Report(ev.NodeIdle(number, self.node)), *self._admit_next()]
 
     def _on_idle(self, number: int) -> list[fx.Effect]:
-        group = self.groups.get(number)
-        if group is None or not group.aborting:
-            return []
-        group.idle = True
-        return [fx.Report(ev.NodeIdle(number, self.node))]
+        return self._report(number, ev.NodeIdle(number, self.node))
 
     def _on_close(self, event: fx.CloseGroup) -> list[fx.Effect]:
         group = self.groups.pop(event.group, None)
         if group is None:
             return []
-        group.closed = True
         for lease in group.leases.values():
             if lease.extent is None:
                 continue
@@ -325,7 +326,13 @@ class AgentMachine:
         for key in [key for key in self._held if key[0] == client]:
             for extent in self._held.pop(key):
                 self.ledger.free(extent)
-        return [*self._drop_if_gone(client), *self._admit_next()]
+        effects: list[fx.Effect] = []
+        for group in self._queue():
+            ranks = tuple(r for r, x in group.leases.items() if x.seat.client == client)
+            if ranks:
+                lost = reasons.lost_peers(group.order.key.epoch, ranks)
+                effects.append(self._refuse(group, lost))
+        return [*effects, *self._drop_if_gone(client), *self._admit_next()]
 
     def _drop_if_gone(self, client: str) -> list[fx.Effect]:
         """Give back the arena of a client whose process is gone, once nothing uses it."""
@@ -346,15 +353,11 @@ class AgentMachine:
 
     def standby(self, client: str, length: int) -> list[fx.Effect]:
         """Give a client memory ahead of its first save, if there is room without taking any."""
-        length = _extent_bytes(length)
+        length = extent_bytes(length)
         if client in self.arenas or self.ledger.total() + length > self.ledger.budget:
             return []
         effects = self._open_arena(client)
         arena = self.arenas[client]
-        extent, _ = self.ledger.lease(arena, length)
+        extent = self.ledger.lease(arena, length)
         self.ledger.free(extent)
         return [*effects, fx.Populate(arena, extent.offset, extent.length, client)]
-
-
-def _extent_bytes(length: int) -> int:
-    return max(EXTENT_ALIGN, -(-length // EXTENT_ALIGN) * EXTENT_ALIGN)

@@ -6,31 +6,25 @@ Soft state: what must survive stands in the store. A controller that starts anew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from groupio.errors import (
-    AgentLost,
-    GroupAborted,
-    GroupIOError,
-    InvalidInput,
-    LateMember,
-    NotFound,
-    Outcome,
-    StaleEpoch,
-)
+from groupio.errors import GroupIOError, Outcome
 from groupio.model import DecisionKey, Lineage
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
+from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, HOLDS_MEMORY, Group, Phase
+from groupio.protocol.waiting import WaitingRoom, refuse
 
 EPOCHS_IN_FLIGHT = 2
 """How many epochs may hold memory at once; a third one waits before its copy."""
 
-OPENS_WAITING_MAX = 1 << 16
-"""How many opens may wait for the store or a new lineage."""
+OPENS_REMEMBERED = 64
+"""So many saves of each client are remembered, to know an open that comes twice."""
 
 
 @dataclass(slots=True)
@@ -50,6 +44,7 @@ class _Client:
     incarnation: int
     alive: bool = True
     process_gone: bool = False
+    opened: deque[int] = field(default_factory=lambda: deque(maxlen=OPENS_REMEMBERED))
 
 
 @dataclass(slots=True)
@@ -69,7 +64,7 @@ class Controller:
     _new_lineage: bool = False
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
-    _waiting: list[ev.MemberOpened] = field(default_factory=list)
+    waiting: WaitingRoom = field(default_factory=WaitingRoom)
     _clients: dict[str, _Client] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     """Where group numbers come from; controllers that share an agent share it."""
@@ -97,7 +92,7 @@ class Controller:
             g.number
             for g in self.groups.values()
             if g.rank_of(client) is None
-            and (g.phase in HOLDS_MEMORY[2:] or any(self._is_gone(s) for s in self._names(g)))
+            and (g.phase not in BEFORE_STAGED or any(map(self._is_gone, self._names(g))))
         ]
 
     def find(self, client: str, save_id: int) -> tuple[int, int] | None:
@@ -125,24 +120,24 @@ class Controller:
         match event:
             case ev.MemberOpened():
                 return self._on_opened(event)
+            case ev.MemberFailed(client=client, save_id=save_id, error=error):
+                return self._on_failed(client, save_id, error)
             case ev.MemberGone():
                 return self._on_gone(event)
             case ev.StoreOpened(state=state):
                 return self._on_store_opened(state)
             case ev.StoreUnavailable(error=error):
-                self._opening = False
-                if self._waiting and not self._creating:
-                    return self.open_store(create=True)
-                return self._fail_waiting(error)
+                return self._on_unavailable(error)
             case ev.LineageCreated():
                 return self._on_lineage(event)
             case ev.Drain():
                 return self._on_drain(event)
             case ev.TimerFired(name=name):
-                number = int(name.removeprefix("group-"))
+                if (refused := self.waiting.expire(name)) is not None:
+                    return refused
+                group = next((g for g in self.groups.values() if g.timer == name), None)
             case _:
-                number = event.group
-        group = self.groups.get(number)
+                group = self.groups.get(event.group)
         if group is None:
             return []
         return group.handle(event) + self._advance(group)
@@ -166,19 +161,15 @@ class Controller:
 
     def _on_drain(self, event: ev.Drain) -> list[fx.Effect]:
         self.draining = True
-        effects: list[fx.Effect] = []
-        for group in list(self.groups.values()):
-            if event.abort_unstaged and group.phase in BEFORE_STAGED:
-                effects += group.fail(
-                    AgentLost(
-                        f"The agent was stopped before epoch {group.epoch} was staged; save it "
-                        "again, a new agent is started for it.",
-                        outcome=Outcome.NOT_COMMITTED,
-                    )
-                ) + self._advance(group)
+        effects = self.waiting.refuse(lambda opened: reasons.draining(opened.epoch))
+        if event.abort_unstaged:
+            unstaged = [g for g in self.groups.values() if g.phase in BEFORE_STAGED]
+            effects += self._give_up(unstaged, lambda g: reasons.stopped(g.epoch))
         return effects
 
     def _on_store_opened(self, state: ev.StoreState) -> list[fx.Effect]:
+        if not self._opening:
+            return []
         self._opening, self.store_open = False, True
         self.node_local = state.node_local
         self.lineages = lines.by_number(state.lineages)
@@ -187,66 +178,76 @@ class Controller:
         for key in [*self.committed, *state.aborted]:
             self._note_attempt(key)
         self._incarnation_max = max(self._incarnation_max, state.incarnation)
-        return self._admit_next() + self._retry_waiting()
+        return self._advance() + self._retry_waiting()
+
+    def _on_unavailable(self, error: GroupIOError) -> list[fx.Effect]:
+        if not self._opening:
+            return []
+        self._opening = False
+        stuck = [g for g in self.groups.values() if g.phase is Phase.QUEUED or g.ready]
+        if (self.waiting or stuck) and not self._creating:
+            return self.open_store(create=True)
+        return self.waiting.refuse(lambda _: error) + self._give_up(stuck, lambda _: error)
 
     def _note_attempt(self, key: DecisionKey) -> None:
         at = (key.lineage, key.epoch)
         self._attempts[at] = max(self._attempts.get(at, 0), key.attempt)
 
-    def _retry_waiting(self) -> list[fx.Effect]:
-        waiting, self._waiting = self._waiting, []
-        effects: list[fx.Effect] = []
-        for event in waiting:
-            if not self._is_gone(event.client):
-                effects += self._on_opened(event)
-        return effects
-
-    def _fail_waiting(self, error: GroupIOError) -> list[fx.Effect]:
-        waiting, self._waiting = self._waiting, []
-        return [_refuse(event, error) for event in waiting]
-
     # -- opening ---------------------------------------------------------
 
     def _on_opened(self, event: ev.MemberOpened) -> list[fx.Effect]:
         if self.draining:
-            return [
-                _refuse(
-                    event,
-                    AgentLost(
-                        f"The agent is draining and takes no new save of epoch {event.epoch}; "
-                        "call save again, a new agent is started for it.",
-                        outcome=Outcome.NOT_COMMITTED,
-                    ),
-                )
-            ]
+            return refuse(event, "", reasons.draining(event.epoch))
+        if (error := reasons.absurd(event)) is not None:
+            return refuse(event, "", error)
         known = self._clients.setdefault(event.client, _Client(event.process, 0))
-        if not self.store_open or self._line_pending():
-            assert len(self._waiting) < OPENS_WAITING_MAX
-            self._waiting.append(event)
-            return self.open_store(create=True) if not self.store_open else []
-        effects, error = self._settle_incarnation(event, known)
-        if error is not None:
-            return [*effects, _refuse(event, error)]
+        if event.save_id in known.opened:
+            return []
+        known.opened.append(event.save_id)
+        return self._open(event, "")
+
+    def _open(self, event: ev.MemberOpened, timer: str) -> list[fx.Effect]:
+        """Take an open in; ``timer`` runs already if it had to wait before."""
+        if not self.store_open:
+            return self.waiting.enter(event, timer) + self.open_store(create=True)
         if self._line_pending():
-            self._waiting.append(event)
-            return effects
-        error = self._stale(event.epoch) or self._lost_peer(event)
+            return self.waiting.enter(event, timer)
+        effects, error = self._settle_incarnation(event, self._clients[event.client])
+        if error is None and self._line_pending():
+            return effects + self.waiting.enter(event, timer)
+        error = error or self._stale(event.epoch) or self._lost_peer(event)
         if error is not None:
-            return [*effects, _refuse(event, error)]
+            return effects + refuse(event, timer, error)
         group = self._gathering(event) or self._new_group(event)
-        return effects + group.join(event) + self._advance(group)
+        return effects + group.join(event, timer) + self._advance(group)
 
     def _line_pending(self) -> bool:
         """A new lineage is being made; opens wait until it is known."""
         return self._new_lineage
 
+    def _retry_waiting(self) -> list[fx.Effect]:
+        effects: list[fx.Effect] = []
+        for timer, waiter in self.waiting.leave().items():
+            event = waiter.event
+            effects += self._open(event, timer)
+            if waiter.failed is not None:
+                effects += self._on_failed(event.client, event.save_id, waiter.failed)
+        return effects
+
+    def _on_failed(self, client: str, save_id: int, error: GroupIOError) -> list[fx.Effect]:
+        self.waiting.withdraw(client, save_id, error)
+        found = self.find(client, save_id)
+        if found is None:
+            return []
+        group = self.groups[found[0]]
+        return group.withdraw(found[1], error) + self._advance(group)
+
     def _gathering(self, event: ev.MemberOpened) -> Group | None:
-        assert self.incarnation is not None
+        """The group that the member completes; all that gather are of this incarnation."""
         for group in self.groups.values():
             if (
                 group.phase is Phase.GATHERING
                 and group.epoch == event.epoch
-                and group.incarnation == self.incarnation.number
                 and event.rank not in group.seats
             ):
                 return group
@@ -265,34 +266,20 @@ class Controller:
         self.groups[group.number] = group
         return group
 
-    def _stale(self, epoch: int) -> StaleEpoch | None:
+    def _stale(self, epoch: int) -> GroupIOError | None:
         shown = self._visible()
-        newest = max([*shown, *(g.epoch for g in self.in_flight())], default=-1)
+        going = [g for g in self.in_flight() if g.lineage == self.lineage and not g.doomed]
+        newest = max([*shown, *(g.epoch for g in going)], default=-1)
         if epoch >= newest or epoch in shown:
             return None
-        return StaleEpoch(
-            f"Epoch {epoch} is older than epoch {newest} of this lineage; save a newer epoch, or "
-            f"connect(rewind_to=E) to start a new line after an older epoch E.",
-            epoch=epoch,
-            latest=newest,
-        )
+        return reasons.stale(epoch, newest)
 
-    def _lost_peer(self, event: ev.MemberOpened) -> GroupAborted | None:
+    def _lost_peer(self, event: ev.MemberOpened) -> GroupIOError | None:
         """A member of this incarnation whose process is gone will never come."""
         assert self.incarnation is not None
-        gone = tuple(
-            rank
-            for rank, name in sorted(self.incarnation.clients.items())
-            if (known := self._clients.get(name)) is not None and known.process_gone
-        )
-        if not gone:
-            return None
-        return GroupAborted(
-            f"Rank(s) {', '.join(map(str, gone))} of this job ended, so epoch {event.epoch} cannot "
-            "be saved by the whole group; restart the job from its latest epoch.",
-            members=gone,
-            epoch=event.epoch,
-        )
+        members = sorted(self.incarnation.clients.items())
+        gone = tuple(rank for rank, name in members if self._clients[name].process_gone)
+        return reasons.lost_peers(event.epoch, gone) if gone else None
 
     # -- incarnations ---------------------------------------------------------
 
@@ -303,103 +290,84 @@ class Controller:
         now = self.incarnation
         if now is None:
             return self._raise(event, known, "the job began")
-        holder = now.clients.get(event.rank)
         if known.incarnation and known.incarnation < now.number:
-            return [], LateMember(
-                f"Rank {event.rank} (pid {event.process.pid}) belongs to incarnation "
-                f"{known.incarnation}, the job is at {now.number}; end this process.",
-                member=event.rank,
-                epoch=event.epoch,
-            )
+            return [], reasons.late(event, known.incarnation, now.number)
         if event.world_size != now.world_size:
             return self._other_world(event, known)
         if event.launch_id != now.launch_id:
             return self._raise(event, known, "the job was launched again")
-        if holder is None or holder == event.client:
-            return self._seat(event, known)
-        other = self._clients[holder]
-        if other.alive:
-            return [], InvalidInput(
-                f"Two processes call themselves rank {event.rank}: pid {other.process.pid} and "
-                f"pid {event.process.pid}; give each rank its own number, or end the old process."
-            )
-        if other.process == event.process:
-            return self._seat(event, known)
-        return self._raise(event, known, f"rank {event.rank} restarted")
+        holder = now.clients.get(event.rank)
+        if holder is None and event.rewind_to != now.rewind_to:
+            return [], reasons.other_rewind(event, now.rewind_to)
+        if holder is not None and holder != event.client:
+            other = self._clients[holder]
+            if other.alive:
+                return [], reasons.twins(event.rank, other.process, event.process)
+            if other.process != event.process:
+                return self._raise(event, known, f"rank {event.rank} restarted")
+        self._seat(event, known)
+        return [], None
 
-    def _seat(
-        self, event: ev.MemberOpened, known: _Client
-    ) -> tuple[list[fx.Effect], GroupIOError | None]:
+    def _seat(self, event: ev.MemberOpened, known: _Client) -> None:
         assert self.incarnation is not None
-        if event.rewind_to != self.incarnation.rewind_to:
-            return [], InvalidInput(
-                f"Rank {event.rank} connected with rewind_to={event.rewind_to}, the others with "
-                f"{self.incarnation.rewind_to}; give all ranks the same."
-            )
         self.incarnation.clients[event.rank] = event.client
         known.incarnation = self.incarnation.number
-        return [], None
 
     def _other_world(
         self, event: ev.MemberOpened, known: _Client
     ) -> tuple[list[fx.Effect], GroupIOError | None]:
-        assert self.incarnation is not None
-        effects: list[fx.Effect] = []
-        error: InvalidInput | None = None
-        for group in list(self.groups.values()):
-            if group.phase is not Phase.GATHERING or group.world_size == event.world_size:
-                continue
-            error = InvalidInput(
-                f"Members disagree on world_size: rank {group.first.rank} says "
-                f"{group.world_size}, rank {event.rank} says {event.world_size}; "
-                "give all ranks the same."
-            )
-            effects += group.fail(error) + self._advance(group)
-        if error is not None:
-            return effects, error
-        return self._raise(event, known, f"the world size changed to {event.world_size}")
+        gathering = [g for g in self.groups.values() if g.phase is Phase.GATHERING]
+        if not gathering:
+            return self._raise(event, known, f"the world size changed to {event.world_size}")
+        error = reasons.disagreement("world_size", gathering[0].first, event)
+        return self._give_up(gathering, lambda _: error), error
 
     def _raise(
         self, event: ev.MemberOpened, known: _Client, why: str
     ) -> tuple[list[fx.Effect], GroupIOError | None]:
         """Begin a new incarnation: unstaged groups of the old one end, staged ones go on."""
-        line: Lineage | None = None
-        if event.rewind_to is not None and event.rewind_to != self.latest:
-            if event.rewind_to not in self._visible():
-                return [], NotFound(
-                    f"connect(rewind_to={event.rewind_to}): this lineage has no committed epoch "
-                    f"{event.rewind_to}; see `groupio ls`.",
-                    epoch=event.rewind_to,
-                )
-            line = Lineage(max(self.lineages) + 1, self.lineage, event.rewind_to)
+        rewind, line = event.rewind_to, None
+        if rewind is not None and rewind != self._newest_staged():
+            if rewind not in self._visible():
+                return [], reasons.unknown_epoch(rewind)
+            line = Lineage(max(self.lineages) + 1, self.lineage, rewind)
         self._incarnation_max += 1
         self.incarnation = Incarnation(
-            self._incarnation_max, event.world_size, event.rewind_to, event.launch_id
+            self._incarnation_max, event.world_size, rewind, event.launch_id
         )
-        effects: list[fx.Effect] = []
-        for group in list(self.groups.values()):
-            error = GroupAborted(
-                f"A new incarnation of the job began ({why}) before epoch {group.epoch} was "
-                "staged; restart from the latest epoch.",
-                members=(event.rank,),
-                epoch=group.epoch,
-            )
-            if group.phase in BEFORE_STAGED:
-                effects += group.fail(error) + self._advance(group)
-        seated, error_ = self._seat(event, known)
+        # Of the old life nobody is asked for any more.
+        self._clients = {n: c for n, c in self._clients.items() if not c.process_gone}
+        self._seat(event, known)
+        unstaged = [g for g in self.groups.values() if g.phase in BEFORE_STAGED]
+        effects = self._give_up(
+            unstaged, lambda g: reasons.new_incarnation(g.epoch, event.rank, why)
+        )
         if line is not None:
             self._new_lineage = True
             effects.append(fx.CreateLineage(line))
-        return effects + seated, error_
+        return effects, None
+
+    def _newest_staged(self) -> int:
+        """The newest epoch of the line that is committed, or may be soon."""
+        staged = [g.epoch for g in self.in_flight() if g.lineage == self.lineage]
+        return max([self.latest, *staged])
 
     def _on_lineage(self, event: ev.LineageCreated) -> list[fx.Effect]:
+        if not self._new_lineage:
+            return []
+        assert self.incarnation is not None
         self._new_lineage = False
-        if event.lineage is None:
-            assert event.error is not None
-            self.incarnation = None
-            return self._fail_waiting(event.error)
-        self.lineages[event.lineage.number] = event.lineage
-        return self._retry_waiting()
+        if event.lineage is not None:
+            self.lineages[event.lineage.number] = event.lineage
+            return self._retry_waiting()
+        assert event.error is not None
+        error = event.error
+        for known in self._clients.values():
+            if known.incarnation == self.incarnation.number:
+                known.incarnation = 0
+        # The next try begins with a look at the store, where the number may be taken.
+        self.incarnation, self.store_open = None, False
+        return self.waiting.refuse(lambda _: error)
 
     # -- losses ---------------------------------------------------------
 
@@ -409,51 +377,55 @@ class Controller:
             return []
         known.alive = False
         known.process_gone = known.process_gone or event.process_gone
-        why = "ended" if event.process_gone else "closed its connection"
-        effects: list[fx.Effect] = []
-        for group in list(self.groups.values()):
+        how = "ended" if event.process_gone else "closed its connection"
+        effects = self.waiting.lose(event.client)
+        touched = []
+        for group in self.groups.values():
             rank = group.rank_of(event.client)
             if rank is None and known.process_gone and group.phase is Phase.GATHERING:
                 rank = self._awaited_rank(group, event.client)
             if rank is not None:
-                effects += group.lose(rank, why) + self._advance(group)
-        if not event.process_gone:
-            return effects
-        if self._current(event.client) is None:
+                effects += group.lose(rank, how)
+                touched.append(group)
+        if event.process_gone and self._current(event.client) is None:
             # A member of an earlier life: nothing will ask for it again.
             self._clients.pop(event.client, None)
-        return effects
+        return effects + self._advance(*touched)
 
     def _awaited_rank(self, group: Group, client: str) -> int | None:
+        """The rank of a client that the gathering group still waits for, or None."""
         rank = self._current(client)
-        if self.incarnation is None or group.incarnation != self.incarnation.number:
-            return None
-        return rank if rank is not None and rank not in group.seats else None
+        return rank if rank in group.missing else None
 
     def _current(self, client: str) -> int | None:
-        if self.incarnation is None:
-            return None
-        for rank, name in self.incarnation.clients.items():
-            if name == client:
-                return rank
-        return None
+        """The rank of a client in the present life of the job, or None."""
+        clients = self.incarnation.clients if self.incarnation is not None else {}
+        return next((rank for rank, name in clients.items() if name == client), None)
 
     # -- progress ---------------------------------------------------------
 
-    def _advance(self, changed: Group) -> list[fx.Effect]:
-        """After a group changed: note what was decided, admit and prepare what may go on."""
+    def _give_up(
+        self, groups: Sequence[Group], reason: Callable[[Group], GroupIOError]
+    ) -> list[fx.Effect]:
+        """Fail groups, all of them before any other goes on in their place."""
         effects: list[fx.Effect] = []
-        if changed.phase is Phase.DONE and self.groups.pop(changed.number, None) is not None:
-            self._note_done(changed)
-        progress: list[Callable[[], list[fx.Effect]]] = [self._admit_next, self._prepare_next]
-        for step in progress:
-            effects += step()
-        return effects
+        for group in groups:
+            effects += group.fail(reason(group))
+        return effects + self._advance(*groups)
+
+    def _advance(self, *changed: Group) -> list[fx.Effect]:
+        """After groups changed: note what was decided, admit and prepare what may go on."""
+        for group in changed:
+            if group.phase is Phase.DONE:
+                del self.groups[group.number]
+                self._note_done(group)
+        return self._admit_next() + self._prepare_next()
 
     def _note_done(self, group: Group) -> None:
-        if group.key is None or not group.store:
-            return
-        if group.outcome is Outcome.UNKNOWN:
+        if not group.published:
+            return  # nobody saw the attempt: its number is free
+        assert group.key is not None
+        if group.overruled or group.outcome is Outcome.UNKNOWN:
             # Only a new look at the store can tell what stands there.
             self.store_open = False
             return
@@ -462,24 +434,23 @@ class Controller:
         self._note_attempt(group.key)
 
     def _admit_next(self) -> list[fx.Effect]:
+        """Admit what has gathered, in the order of epochs."""
+        queued = [g for g in self.groups.values() if g.phase is Phase.QUEUED]
+        if queued and not self.store_open:
+            return self.open_store(create=True)
         effects: list[fx.Effect] = []
-        queued = sorted(
-            (g for g in self.groups.values() if g.phase is Phase.QUEUED),
-            key=lambda g: (g.epoch, g.number),
-        )
-        for group in queued:
-            if not self.store_open:
-                return effects + self.open_store(create=True)
+        for group in sorted(queued, key=lambda g: (g.epoch, g.number)):
             held = self.in_flight()
             if len(held) >= self.epochs_in_flight:
                 break
             if any(g.epoch == group.epoch and g.lineage == group.lineage for g in held):
-                continue
+                break
             stale = self._stale(group.epoch)
-            if stale is not None:
-                effects += group.fail(stale) + self._advance(group)
-                continue
-            effects += self._admit(group)
+            if stale is None:
+                effects += self._admit(group)
+            else:
+                del self.groups[group.number]
+                effects += group.fail(stale)
         return effects
 
     def _admit(self, group: Group) -> list[fx.Effect]:
@@ -490,12 +461,18 @@ class Controller:
         return group.admit(DecisionKey(group.lineage, group.epoch, attempt), store=True)
 
     def _prepare_next(self) -> list[fx.Effect]:
-        """Epochs are decided in order: only the oldest one in flight may prepare."""
+        """Epochs are decided in order: of those in flight, only the oldest one may prepare.
+
+        One that is only compared with its commit decides nothing and does not wait.
+        """
         held = self.in_flight()
-        if held and held[0].ready:
-            return held[0].prepare()
-        return []
-
-
-def _refuse(event: ev.MemberOpened, error: GroupIOError) -> fx.Effect:
-    return fx.TellFailed(fx.MemberSeat(event.rank, event.client, event.save_id), error)
+        effects: list[fx.Effect] = []
+        for group in held:
+            if group.ready and not group.store:
+                effects += group.prepare()
+        oldest = next((g for g in held if g.store), None)
+        if oldest is not None and oldest.ready:
+            if not self.store_open:
+                return effects + self.open_store(create=True)
+            effects += oldest.prepare()
+        return effects

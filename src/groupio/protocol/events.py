@@ -44,6 +44,11 @@ class MemberOpened:
     launch_id: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def remaining_s(self) -> float:
+        """What was left of the deadline at the arrival, in seconds."""
+        return max(0.0, self.deadline_s - self.elapsed_s)
+
 
 @dataclass(frozen=True, slots=True)
 class MemberCopied:
@@ -55,10 +60,10 @@ class MemberCopied:
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
-    """A member reported that it cannot go on."""
+    """A client reported that it cannot go on with one of its saves."""
 
-    group: int
-    rank: int
+    client: str
+    save_id: int
     error: GroupIOError
 
 

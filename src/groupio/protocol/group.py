@@ -121,6 +121,11 @@ class Group:
         """All nodes have stored their parts."""
         return self.phase is Phase.STORING and set(self._reports) == set(self.nodes)
 
+    @property
+    def doomed(self) -> bool:
+        """The group was given up; its attempt will be decided abort."""
+        return self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING)
+
     def rank_of(self, client: str) -> int | None:
         """The rank of a client in this group, or None."""
         for rank, seat in self.seats.items():
@@ -141,7 +146,7 @@ class Group:
             effects += [fx.StopTimer(timer)] if timer else []
         else:
             self.timer = timer or f"group-{self.number}"
-            effects += [] if timer else [fx.StartTimer(self.timer, remaining_s(event))]
+            effects += [] if timer else [fx.StartTimer(self.timer, event.remaining_s)]
         self.seats[event.rank] = Seat(event)
         for name in _AGREED:
             if getattr(self.first, name) != getattr(event, name):
@@ -157,14 +162,10 @@ class Group:
         effects: list[fx.Effect] = []
         if store:
             self._publishing = True
-            effects.append(
-                fx.PublishInflight(self.number, key, self.incarnation, self.world_size)
-            )
+            effects.append(fx.PublishInflight(self.number, key, self.incarnation, self.world_size))
         self._busy = set(self.nodes)
         for node in self.nodes:
-            seats = tuple(
-                self.seats[r].seat for r in sorted(self.seats) if self._node(r) == node
-            )
+            seats = tuple(self.seats[r].seat for r in sorted(self.seats) if self._node(r) == node)
             effects.append(
                 fx.AdmitGroup(node, self.number, key, seats, store, self.first.when_full)
             )
@@ -257,10 +258,11 @@ class Group:
             return []
         missing = self.missing
         crowded = self._admitted != set(self.nodes)
+        slow = "there was no room in host memory" if crowded else "the store did not answer"
         what = {
             Phase.GATHERING: f"rank(s) {reasons.ranks(missing)} did not call save",
             Phase.QUEUED: "earlier epochs were still in flight",
-            Phase.ADMITTING: f"{'host memory had no room' if crowded else 'the store was slow'}",
+            Phase.ADMITTING: slow,
             Phase.COPYING: f"rank(s) {reasons.ranks(missing)} did not finish copying",
         }[self.phase]
         return self.fail(reasons.overdue(self.epoch, self.first.deadline_s, what, missing))
@@ -414,8 +416,3 @@ class Group:
         if decided and self.key is not None:
             effects.append(fx.ForgetInflight(self.number, self.key))
         return effects
-
-
-def remaining_s(event: ev.MemberOpened) -> float:
-    """What was left of the member's deadline when it arrived, in seconds."""
-    return max(0.0, event.deadline_s - event.elapsed_s)

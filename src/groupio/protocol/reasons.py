@@ -14,11 +14,12 @@ from groupio.errors import (
     LateMember,
     NotFound,
     Outcome,
-    StaleEpoch,
     StagingFull,
+    StaleEpoch,
     StorageError,
 )
 from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey
+from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 
 WHEN_FULL = ("wait", "skip", "fail")
@@ -192,19 +193,17 @@ def stopped(epoch: int) -> AgentLost:
     )
 
 
-def no_room(
-    epoch: int, node: str, when_full: str, need: int, budget: int, available: int
-) -> StagingFull:
-    """The node cannot hold the group's bytes: never, or not now."""
-    never = need > budget
-    what = f"can never hold {need}" if never else f"has {available} free now, not {need}"
-    wait = "" if never else ", or save with when_full='wait'"
+def no_room(order: fx.AdmitGroup, need: int, budget: int, free: int, *, ever: bool) -> StagingFull:
+    """The node cannot hold the group's bytes: not now, or not ever."""
+    epoch = order.key.epoch
+    holds = f"has {free} bytes free now" if ever else f"has {budget} bytes in all"
+    wait = ", or save with when_full='wait'" if ever else ""
     return StagingFull(
-        f"Epoch {epoch}: the staging memory of node {node} ({budget} bytes) {what}; raise "
-        f"memory_bytes (GROUPIO_MEMORY_BYTES){wait}.",
+        f"Epoch {epoch} needs {need} bytes of staging memory on node {order.node}, which {holds}; "
+        f"raise memory_bytes (GROUPIO_MEMORY_BYTES){wait}.",
         needed=need,
         budget=budget,
-        skipped=when_full == "skip",
+        skipped=order.when_full == "skip",
         epoch=epoch,
     )
 
