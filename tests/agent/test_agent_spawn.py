@@ -88,7 +88,7 @@ def program(tmp_path: Path, body: str) -> str:
     [
         ("exit 7", r"ended at once \(exit code 7\)"),
         ("exec sleep 600", "did not get ready in time"),
-        (r"""eval 'printf "{\"ready\": false, \"reason\": \"no luck\"}" >&'$7""", "no luck"),
+        (r"""printf '{"ready": false, "reason": "no luck"}' >/proc/self/fd/$7""", "no luck"),
     ],
 )
 def test_an_agent_that_does_not_come_up_is_agent_lost_naming_the_log(

@@ -63,10 +63,10 @@ def same(got: Any, saved: Any) -> bool:
 
 
 def answer_settles(agent: FakeAgent, background: Background, *errors: Any) -> None:
-    """Answer each coming question with the next of ``errors``."""
-    peer = agent.peer()
+    """Answer each question of the next client that connects with the next of ``errors``."""
 
     def answer() -> None:
+        peer = agent.peer()
         for error in errors:
             peer.send(msg.Settled(peer.take(msg.Settle).request_id, error))
 

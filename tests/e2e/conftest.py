@@ -121,7 +121,9 @@ class Node:
         return list(ranks)
 
     def agent_pid(self) -> int | None:
-        return process.holder_pid(self.paths) if process.is_alive(self.paths) else None
+        if not self.paths.alive.exists() or not process.is_alive(self.paths):
+            return None
+        return process.holder_pid(self.paths)
 
     def status(self) -> dict[str, Any]:
         channel = wire.Channel(wire.connect(self.paths.socket, timeout_s=5), msg.ToRank)
@@ -152,7 +154,7 @@ class Node:
 
     def wait_agent_gone(self, timeout_s: float = 20.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while process.is_alive(self.paths):
+        while self.agent_pid() is not None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the agent does not end: {self.log()[-2000:]}")
             time.sleep(0.01)

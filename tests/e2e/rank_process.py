@@ -41,8 +41,7 @@ def items_of(spec: dict[str, Any]) -> dict[str, Any]:
 def times(handle: groupio.SaveHandle) -> dict[str, Any]:
     t = handle.times
     return {
-        name: getattr(t, name)
-        for name in ("released", "staged", "replicated", "remote", "durable")
+        name: getattr(t, name) for name in ("released", "staged", "replicated", "remote", "durable")
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_help import MIB, data, save_all
 
 from groupio.errors import (
     AgentLost,
@@ -24,24 +24,6 @@ from groupio.errors import (
     StaleEpoch,
     from_wire,
 )
-
-MIB = 1 << 20
-
-
-def data(seed: int, size: int = 9 * MIB + 5) -> dict[str, Any]:
-    return {"weights": {"seed": seed, "bytes": size}, "step": seed, "config": {"lr": 0.1}}
-
-
-def save_all(ranks: list[Any], epoch: int, seed: Callable[[int], int], **more: Any) -> None:
-    for one in ranks:
-        one.send("save", epoch=epoch, items=data(seed(one.rank)), **more)
-    for one in ranks:
-        answer = one.answer()
-        assert answer["error"] is None, answer
-    for one in ranks:
-        times = one.ask("wait", epoch=epoch, timeout_s=60)["times"]
-        assert times["released"] <= times["staged"] <= times["durable"]
-        assert times["remote"] is not None
 
 
 def test_save_and_load_all_different(node: Any, tmp_path: Path) -> None:
@@ -157,9 +139,7 @@ def test_rank_killed_while_others_wait_is_named(node: Any, tmp_path: Path) -> No
 
 
 def in_copy(node: Any) -> None:
-    node.until(
-        lambda s: any(g["phase"] == "copying" for job in s["jobs"] for g in job["groups"])
-    )
+    node.until(lambda s: any(g["phase"] == "copying" for job in s["jobs"] for g in job["groups"]))
 
 
 def test_rank_killed_in_its_copy(make_node: Any, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ class Desk:
                 items_id=message.items_id,
                 replicated=message.replicated,
                 when_full=message.when_full,
+                job=hello.job,
                 rewind_to=hello.rewind_to,
                 launch_id=hello.launch_id,
                 metadata=message.metadata,

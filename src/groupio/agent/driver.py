@@ -141,9 +141,13 @@ class Driver:
 
     def _retire(self) -> None:
         """Take the socket away; a client that was just connecting starts another agent."""
-        if not self.residence.retire():
-            return
-        self.quit()
+        try:
+            retired = self.residence.retire()
+        except FileNotFoundError:
+            # Somebody removed the runtime directory: no client can find this agent any more.
+            retired = True
+        if retired:
+            self.quit()
 
     # -- connections ---------------------------------------------------------
 

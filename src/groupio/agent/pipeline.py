@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -330,7 +331,8 @@ class FlushJob:
         except GroupIOError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a worker thread must outlive any fault
-            _log.exception("flush of %s on %s", self._key, self._node)
+            # As text: a log handler that kept the frames would keep views into the arena.
+            _log.error("flush of %s on %s\n%s", self._key, self._node, traceback.format_exc())
             self._fail(
                 GroupIOError(
                     f"the flush of epoch {self._key.epoch} on node {self._node} met an internal "

@@ -62,11 +62,9 @@ def recover(
                 aborted.append(key)
             else:
                 committed.append(found)
-        if key in aborted:
-            for name in segments.get(key, ()):
-                backend.delete("segments", name)
         backend.delete("prepared", str(key))
         backend.delete("inflight", str(key))
+    _drop_segments(backend, [n for key in aborted for n in segments.get(key, ())], committed)
     return ev.StoreState(job, _lineages(backend), tuple(committed), tuple(aborted), incarnation)
 
 
@@ -95,6 +93,32 @@ def _decisions(
         committed.append(ev.CommittedEpoch(key, header.incarnation, header.content_id))
         incarnation = max(incarnation, header.incarnation)
     return committed, aborted, incarnation
+
+
+def _drop_segments(
+    backend: PosixBackend, names: list[str], committed: list[ev.CommittedEpoch]
+) -> None:
+    """Delete segments of aborted attempts, but never one that a committed epoch refers to.
+
+    That happens when somebody removed a decision by hand. While any commit cannot be read, nobody
+    knows what it refers to, and nothing is deleted.
+    """
+    if not names:
+        return
+    used: set[str] = set()
+    for found in committed:
+        try:
+            with backend.reader("epochs", str(found.key)) as reader:
+                manifest = ManifestReader(reader.read, reader.size, reader.path)
+                used.update(segment.name for segment in manifest.segments)
+        except (IntegrityError, FormatError) as error:
+            log.warning("%d segment(s) of aborted epochs are kept: %s", len(names), error)
+            return
+    for name in names:
+        if name in used:
+            log.error("segment %s is in use, but the decision of its epoch is gone", name)
+        else:
+            backend.delete("segments", name)
 
 
 def _attempts(backend: PosixBackend) -> set[DecisionKey]:

@@ -69,11 +69,14 @@ class JobStore:
             try:
                 self._backend.check_identity()
             except GroupIOError as error:
-                log.warning("reopening %s: %s", self.path, error)
+                if held:
+                    raise
+                log.warning("opening %s anew: %s", self.path, error)
                 self.close()
         if self._backend is None:
             self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
         record = self._backend.ensure_store_record(self.job)
+        self.job = record.job
         self._backend.remove_temporary(TEMPORARY_AGE_S)
         state = recover(self._backend, self.writer, record.job, frozenset(held))
         info = self._backend.info()

@@ -59,6 +59,7 @@ class Controller:
     committed: dict[DecisionKey, bytes] = field(default_factory=dict)
     store_open: bool = False
     node_local: bool = True
+    job: str = ""
     _opening: bool = False
     _creating: bool = False
     _new_lineage: bool = False
@@ -136,6 +137,10 @@ class Controller:
                 if (refused := self.waiting.expire(name)) is not None:
                     return refused
                 group = next((g for g in self.groups.values() if g.timer == name), None)
+            case ev.InflightPublished(error=error) if error is not None:
+                # The store may have been replaced or lost: look at it anew before the next save.
+                self.store_open = False
+                group = self.groups.get(event.group)
             case _:
                 group = self.groups.get(event.group)
         if group is None:
@@ -171,7 +176,7 @@ class Controller:
         if not self._opening:
             return []
         self._opening, self.store_open = False, True
-        self.node_local = state.node_local
+        self.node_local, self.job = state.node_local, state.job
         self.lineages = lines.by_number(state.lineages)
         self.committed = {c.key: c.content_id for c in state.committed}
         self._attempts = {}
@@ -212,6 +217,8 @@ class Controller:
             return self.waiting.enter(event, timer) + self.open_store(create=True)
         if self._line_pending():
             return self.waiting.enter(event, timer)
+        if event.job is not None and event.job != self.job:
+            return refuse(event, timer, reasons.other_job(event, self.job))
         effects, error = self._settle_incarnation(event, self._clients[event.client])
         if error is None and self._line_pending():
             return effects + self.waiting.enter(event, timer)

@@ -40,6 +40,8 @@ class MemberOpened:
     items_id: bytes
     replicated: tuple[str, ...] = ()
     when_full: str = "wait"
+    job: str | None = None
+    """The job that the member named, or None: whichever owns the store."""
     rewind_to: int | None = None
     launch_id: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -402,6 +402,9 @@ class Group:
 
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
         assert self._error is not None
+        if self.key is not None and not self.store:
+            # The epoch stands, whatever became of this comparison with it.
+            self._error = copy.copy(self._error).with_outcome(Outcome.COMMITTED)
         had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)
         decided = self.published and self.outcome is not Outcome.UNKNOWN
         self.phase = Phase.DONE

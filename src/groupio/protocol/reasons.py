@@ -28,6 +28,14 @@ _SHOWN_MAX = 16
 """So many ranks are written out; of thousands, the count is enough."""
 
 
+def other_job(event: ev.MemberOpened, owner: str) -> InvalidInput:
+    """The store belongs to another job than the member said."""
+    return InvalidInput(
+        f"Rank {event.rank} saves for job {event.job!r}, but this store belongs to job {owner!r}; "
+        "give each job a store of its own, or leave job out."
+    )
+
+
 def ranks(numbers: tuple[int, ...]) -> str:
     """The ranks, the first of them written out."""
     shown = ", ".join(map(str, numbers[:_SHOWN_MAX]))

@@ -1,0 +1,100 @@
+"""The machines in a small world in which everything may happen in any order, and goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from model_ranks import FlushJob
+from world import World
+
+from groupio.model import Level
+from groupio.protocol import effects as fx
+
+MIB = 1 << 20
+SIZES = (0, MIB, 3 * MIB, 9 * MIB, 40 * MIB)
+
+
+def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
+    """What goes wrong in the store and in flush jobs."""
+
+    def fault(effect: Any) -> str:
+        if rng.random() >= rate:
+            return ""
+        if isinstance(effect, FlushJob):
+            return rng.choice(("", "before"))
+        kinds = ["before", "after"]
+        if isinstance(effect, fx.Decide):
+            kinds += ["stranger"]
+        if isinstance(effect, fx.PrepareEpoch | fx.PublishInflight):
+            kinds += ["full"]
+        return rng.choice(kinds)
+
+    return fault
+
+
+def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
+    """Let ranks save while processes end, connections break and timers run out."""
+    world.store.fault = faults(rng, rate)
+    for _ in range(steps):
+        dice = rng.random()
+        ranks = world.current()
+        pending = world.pending()
+        if not ranks or dice < 0.3 * rate:
+            rewind = rng.choice((None, None, world.latest(), rng.randrange(8)))
+            world.launch(
+                rng.randint(1, 4),
+                back=rng.choice((0, 1, 1)),
+                rewind_to=None if rewind == -1 else rewind,
+            )
+        elif dice < 0.5 * rate:
+            world.kill(rng.choice(ranks))
+        elif dice < 0.7 * rate:
+            world.hang_up(rng.choice(ranks))
+        elif dice < 0.8 * rate and any(r.busy for r in ranks):
+            world.withdraw(rng.choice([r for r in ranks if r.busy]))
+        elif dice < rate and world.timers:
+            world.fire(rng.choice(sorted(world.timers)))
+        elif dice < 0.3 or not pending:
+            idle = [r for r in ranks if not r.busy]
+            if idle:
+                world.open(
+                    rng.choice(idle),
+                    size=rng.choice(SIZES),
+                    variant=int(rng.random() < 0.1 * rate),
+                    when_full="wait" if rng.random() > rate else "fail",
+                )
+        else:
+            rng.choice(pending)()
+
+
+def finish(world: World, rng: random.Random) -> None:
+    """Faults stop: everything comes to rest, and the next save of a new launch succeeds."""
+    world.store.fault = lambda effect: ""
+    world.settle(rng.randrange)
+    world.check_rest()
+    world.launch(2)
+    ranks = world.current()
+    for rank in ranks:
+        world.open(rank)
+    world.settle(rng.randrange)
+    world.check_rest()
+    for rank in ranks:
+        assert rank.saves[1].levels[-1] is Level.DURABLE, rank.saves[1].error
+    assert set(world.store.inflight) <= set(world.store.records)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.15])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_anything_may_happen(nodes: int, rate: float) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        world = World(nodes=nodes, budget=rng.choice((24, 48, 200)) * MIB)
+        try:
+            live(world, rng, rng.choice((40, 400)), rate)
+            finish(world, rng)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {nodes} node(s), rate {rate}")
+            raise
