@@ -50,7 +50,7 @@ class ItemKind(StrEnum):
     PLAIN = "plain"
 
 
-class ItemSpec(msgspec.Struct, frozen=True, array_like=True):
+class ItemSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One item of one member, as it is described to the group and in the manifest.
 
     ``shape`` is the local extent, ``offsets`` its corner in ``global_shape`` (all of the same

@@ -231,6 +231,28 @@ def test_a_failed_flush_is_not_repeated(store: Store, monkeypatch: pytest.Monkey
     assert len(calls) == 1
 
 
+def test_a_segment_that_cannot_be_deleted_does_not_keep_the_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 10 << 20)
+    job, outcomes = store.job(1)
+    add_all(job, 0, saved(MIXED, 1))
+    add_all(job, 1, saved(MIXED, 2))
+    job.finish()
+    first, *_ = [ref.name for ref in outcomes.result().segments]
+    delete = store.backend.delete
+
+    def refuse_one(folder: str, name: str) -> None:
+        if name == first:
+            raise StorageError("busy", path=name, errno=errno.EBUSY)
+        delete(folder, name)
+
+    monkeypatch.setattr(store.backend, "delete", refuse_one)
+    with pytest.raises(StorageError, match="busy"):
+        job.delete_segments()
+    assert store.segments() == [first]
+
+
 def test_an_unexpected_fault_becomes_a_typed_error_that_names_the_epoch(store: Store) -> None:
     def broken(rank: int, wave: int) -> None:
         raise KeyError("defect")

@@ -25,14 +25,16 @@ def run_in(submit: object, task: object) -> None:
     assert done.wait(WAIT_S)
 
 
-def test_work_is_done_in_order_at_the_lowest_priority(pool: WorkerPool) -> None:
+def test_work_is_done_in_order_below_the_priority_of_ranks(pool: WorkerPool) -> None:
     seen: list[int] = []
     for submit in (pool.submit_hash, pool.submit_write):
         run_in(
             submit,
             lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
         )
-    assert seen == [19, 19]
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert seen == [max(ours, workers.NICE)] * 2
+    assert seen[0] > 0
     one = WorkerPool(hash_threads=1, write_threads=1)
     order: list[int] = []
     for number in range(100):

@@ -176,6 +176,9 @@ def test_tied_memory_is_saved_once_and_other_views_are_not_tied() -> None:
         "t": t,
         "t2": t.view(1 << 20),
         "shaped": t.view(1024, 1024),
+        "turned": t.view(1024, 1024).T,
+        "turned2": t.view(1024, 1024).T,
+        "flipped": big[::-1],
         "empty": big[:0],
         "empty2": big[:0],
         "replica": big,
@@ -186,12 +189,40 @@ def test_tied_memory_is_saved_once_and_other_views_are_not_tied() -> None:
     alias = {spec.name: spec.alias for spec in out.prepared.specs if spec.alias >= 0}
     names = list(items)
     assert alias["b"] == names.index("a")
-    assert alias["t2"] == names.index("t")
+    assert alias["t"] == alias["t2"] == names.index("a")
     assert alias["shard2"] == names.index("shard")
-    assert set(alias) <= {"b", "t", "t2", "shard2"}
-    assert out.layout.total_bytes < 9 * (4 << 20)
+    assert alias["turned2"] == names.index("turned")
+    assert set(alias) == {"b", "t", "t2", "shard2", "turned2"}
     got = saved_bytes(items)
     assert got["b"] == got["t2"] == got["replica"] == big.tobytes()
+
+
+def test_what_was_said_of_the_same_items_is_used_again_and_nothing_else() -> None:
+    packer = Packer()
+    items = {"w": np.zeros(5), "n": 3, "b": b"x", "tied": np.zeros(9), "t": torch.zeros(3)}
+    first = packer.pack(items, ())
+    again = packer.pack(dict(items, w=np.ones(5), n=4), ())
+    assert again.table is first.table
+    assert again.layout is first.layout
+    changes: list[tuple[dict[str, Any], Any]] = [
+        ({"w": np.zeros(6)}, ()),
+        ({"w": np.zeros(5, np.int64)}, ()),
+        ({"w": np.zeros((5, 1))}, ()),
+        ({"w": torch.zeros(5, dtype=torch.float64)}, ()),
+        ({"w": Part(np.zeros(5), (10,), (5,))}, ()),
+        ({"w": 1.5}, ()),
+        ({"n": 1 << 90}, ()),
+        ({"b": bytearray(b"x")}, ()),
+        ({"tied": items["w"]}, ()),
+        ({"new": 1}, ()),
+        ({}, ["w"]),
+        ({}, ["n"]),
+    ]
+    for change, declared in changes:
+        other = packer.pack({**items, **change}, declared)
+        assert other.table != first.table
+        assert other.table == Packer().pack({**items, **change}, declared).table
+    assert packer.pack(dict(reversed(items.items())), ()).table != first.table
 
 
 def test_replicas_are_declared_by_name_pattern_or_part() -> None:

@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,8 +30,11 @@ import groupio
 from groupio.agent import driver as driver_module
 from groupio.agent import process, segment_writer
 from groupio.agent.workers import WorkerPool
+from groupio.backend.posix import PosixBackend
 from groupio.client.settings import Settings
 from groupio.errors import GroupIOError, to_wire
+from groupio.model import DecisionKey
+from groupio.protocol import group
 
 WORLD = 2
 
@@ -53,6 +56,11 @@ class Step:
     content: int = -1
     diverge: bool = False
 
+    @property
+    def number(self) -> int:
+        """The number of the content."""
+        return self.epoch if self.content < 0 else self.content
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -64,6 +72,16 @@ class Script:
     """A guard of the commit path that is taken away, to prove that the tests would notice."""
     pause: bool = False
     """Wait for a line on the control channel after each acknowledged epoch."""
+    load: bool = False
+    """At the end each member loads the newest epoch."""
+
+    def contents(self) -> dict[int, set[int]]:
+        """Which contents each epoch may have when it is committed."""
+        found: dict[int, set[int]] = {}
+        for step in self.steps:
+            if not step.diverge:
+                found.setdefault(step.epoch, set()).add(step.number)
+        return found
 
     def plain(self) -> dict[str, Any]:
         """The script as plain values."""
@@ -81,10 +99,13 @@ def saves(*epochs: int) -> tuple[Step, ...]:
     return tuple(Step(epoch) for epoch in epochs)
 
 
-def content_of(step: Step, rank: int) -> dict[str, Any]:
-    """The items of one member: some change with each epoch, some never, some are shared."""
-    content = step.epoch if step.content < 0 else step.content
-    shift = rank if step.diverge else 0
+def items_of(step: Step, rank: int) -> dict[str, Any]:
+    """What one member saves in a step."""
+    return content_of(step.number, rank, shift=rank if step.diverge else 0)
+
+
+def content_of(content: int, rank: int, *, shift: int = 0) -> dict[str, Any]:
+    """The items of one member: some change with the content, some never, some are shared."""
     return {
         "frozen": _noise(0, rank, (1 << 20) + 5),
         "weights": _noise(content, rank, (1 << 20) + 4096),
@@ -120,7 +141,7 @@ def agent(runtime: Path) -> Iterator[None]:
 @contextmanager
 def members(store: Path, runtime: Path, rewind_to: int | None = None) -> Iterator[list[Any]]:
     """The connected clients of a job in this process."""
-    settings = Settings(runtime_dir=str(runtime), close_timeout_s=0.0)
+    settings = Settings(runtime_dir=str(runtime), close_timeout_s=0.0, read_threads=1)
     clients = [
         groupio.connect(
             store, rank=rank, world_size=WORLD, rewind_to=rewind_to, settings=settings
@@ -138,11 +159,11 @@ def save(client: Any, step: Step, say: Say) -> bool:
     """One member's part of a step, told as it goes; True when it became durable."""
     told = {"epoch": step.epoch, "rank": client.rank}
     handle = client.save(
-        content_of(step, client.rank),
+        items_of(step, client.rank),
         epoch=step.epoch,
         deadline_s=PATIENCE_S,
         replicated=("shared",),
-        metadata={"content": step.epoch if step.content < 0 else step.content},
+        metadata={"content": step.number},
     )
     try:
         handle.wait("durable", PATIENCE_S)
@@ -151,6 +172,19 @@ def save(client: Any, step: Step, say: Say) -> bool:
         return False
     say({"acked": "durable", **told})
     return True
+
+
+def load(client: Any, say: Say) -> None:
+    """Load the newest epoch and tell what came: "loaded", "wrong", or a typed error."""
+    told = {"rank": client.rank}
+    try:
+        got = client.load(deadline_s=PATIENCE_S)
+    except GroupIOError as error:
+        say({"load_failed": to_wire(error), **told})
+        return
+    wanted = content_of(int(got["step"]), client.rank)
+    whole = all(np.array_equal(got.get(name), wanted[name]) for name in wanted)
+    say({"loaded" if whole and len(got) == len(wanted) else "wrong": got["step"], **told})
 
 
 def perform(script: Script, store: Path, runtime: Path, say: Say, go_on: Callable[[], None]) -> None:
@@ -164,6 +198,8 @@ def perform(script: Script, store: Path, runtime: Path, say: Say, go_on: Callabl
                 done = list(pool.map(lambda client: save(client, step, say), clients))
                 if script.pause and all(done):
                     go_on()
+        for client in clients if script.load else ():
+            load(client, say)
 
 
 # -- what makes a run repeatable, or worse than it is ---------------------------------------------
@@ -180,10 +216,15 @@ def make_repeatable(tag: str) -> None:
     driver_module.WorkerPool = functools.partial(WorkerPool, hash_threads=1, write_threads=1)
     segment_writer.SEGMENT_BYTES = 1 << 20
     segment_writer.WRITE_BYTES = 1
+    group.DECIDE_BACKOFF_S = 0.002
 
 
 def remove_guard(guard: str) -> None:
-    """Take a guard of the commit path away from this process."""
+    """Take a guard of the commit path away from this process.
+
+    "fsync" and "dirsync" leave out the flush of files and of directories; "atomic" lets the
+    decision appear piece by piece instead of by one link.
+    """
     real = os.fsync
 
     def fsync(fd: int) -> None:
@@ -191,8 +232,17 @@ def remove_guard(guard: str) -> None:
         if is_directory if guard == "fsync" else not is_directory:
             real(fd)
 
+    def commit_prepared(backend: Any, key: DecisionKey) -> bool:
+        data = backend.read("prepared", str(key))
+        with open(os.path.join(backend.path, "epochs", str(key)), "wb", buffering=0) as file:
+            file.write(data[:100])
+            file.write(data[100:])
+        return True
+
     if guard in ("fsync", "dirsync"):
         os.fsync = fsync
+    elif guard == "atomic":
+        PosixBackend.commit_prepared = commit_prepared
     elif guard:
         raise ValueError(guard)
 
@@ -214,8 +264,3 @@ def quiet(say: Say) -> None:
     root = logging.getLogger("groupio")
     root.handlers = [logging.NullHandler(), Crier(say)]
     root.propagate = False
-
-
-def acks(told: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """The (epoch, rank) pairs that were acknowledged as durable."""
-    return [(line["epoch"], line["rank"]) for line in told if "acked" in line]

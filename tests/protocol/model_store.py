@@ -28,10 +28,12 @@ class ModelStore:
     """Executes store effects one at a time; ``fault`` says what goes wrong with the next one.
 
     "before": an error, nothing was done; "after": done, but the answer is an error; "full": there
-    is no room; "stranger": another controller decides first.
+    is no room; "stranger": another controller decides first, and completes what is prepared;
+    "stranger-abort": another controller aborts first.
     """
 
-    fault: Callable[[fx.Effect], str] = lambda effect: ""
+    fault: Callable[[Any], str] = lambda effect: ""
+    node_local: bool = True
     records: dict[DecisionKey, Record] = field(default_factory=dict)
     prepared: dict[DecisionKey, Record] = field(default_factory=dict)
     inflight: dict[DecisionKey, int] = field(default_factory=dict)
@@ -42,8 +44,8 @@ class ModelStore:
     def execute(self, effect: fx.Effect) -> Any:
         """The answer to a store effect, as an event."""
         fault = self.fault(effect)
-        if fault == "stranger":
-            self._stranger(effect)
+        if fault.startswith("stranger"):
+            self._stranger(effect, complete=fault == "stranger")
         if fault in ("before", "full"):
             return self._failed(effect, StorageFull if fault == "full" else StorageError)
         answer = self._do(effect)
@@ -91,17 +93,16 @@ class ModelStore:
                 mine = record.commit == effect.commit and record.ours
                 return ev.Decided(group, record.commit, mine)
             case fx.ForgetInflight(key=key):
-                assert key in self.records, f"{key} is forgotten before it is decided"
+                assert key in self.records or key not in self.prepared
                 self.inflight.pop(key, None)
         return None
 
     def _decide(self, effect: fx.Decide) -> Record:
         key = effect.key
-        if effect.commit:
-            new = self.prepared[key]
-        else:
-            new = Record(False, b"", effect.incarnation, True)
-        return self._create(key, new)
+        abort = Record(False, b"", effect.incarnation, True)
+        if key in self.records or not effect.commit:
+            return self._create(key, abort)
+        return self._create(key, self.prepared[key])
 
     def _create(self, key: DecisionKey, new: Record) -> Record:
         self._check_attempt(key)
@@ -117,11 +118,11 @@ class ModelStore:
             assert earlier is not None, f"{key} exists before attempt {attempt} is decided"
             assert not earlier.commit, f"{key} exists after attempt {attempt} is committed"
 
-    def _stranger(self, effect: fx.Effect) -> None:
+    def _stranger(self, effect: fx.Effect, *, complete: bool) -> None:
         """Another controller looks after what it takes for abandoned."""
         assert isinstance(effect, fx.Decide)
-        key = effect.key
-        self._create(key, self.prepared.get(key) or Record(False, b"", 0, False))
+        found = self.prepared.get(effect.key) if complete else None
+        self._create(effect.key, found or Record(False, b"", 0, False))
 
     def _recover(self, held: set[DecisionKey]) -> ev.StoreState:
         for key in sorted(set(self.inflight) | set(self.prepared)):
@@ -140,6 +141,7 @@ class ModelStore:
             ),
             aborted=tuple(key for key, r in self.records.items() if not r.commit),
             incarnation=max(known, default=0),
+            node_local=self.node_local,
         )
 
     def check_told(self, key: DecisionKey, outcome: Outcome) -> None:

@@ -27,7 +27,7 @@ def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
             return rng.choice(("", "before"))
         kinds = ["before", "after"]
         if isinstance(effect, fx.Decide):
-            kinds += ["stranger"]
+            kinds += ["stranger", "stranger-abort"]
         if isinstance(effect, fx.PrepareEpoch | fx.PublishInflight):
             kinds += ["full"]
         return rng.choice(kinds)
@@ -38,12 +38,15 @@ def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
 def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
     """Let ranks save while processes end, connections break and timers run out."""
     world.store.fault = faults(rng, rate)
+    world.store.node_local = rng.random() < 0.5
     for _ in range(steps):
+        if rng.random() < rate:
+            world.repeat()
         dice = rng.random()
         ranks = world.current()
         pending = world.pending()
         if not ranks or dice < 0.3 * rate:
-            rewind = rng.choice((None, None, world.latest(), rng.randrange(8)))
+            rewind = rng.choice((None, None, world.latest(), max(-1, world.latest() - 2)))
             world.launch(
                 rng.randint(1, 4),
                 back=rng.choice((0, 1, 1)),
@@ -83,7 +86,9 @@ def finish(world: World, rng: random.Random) -> None:
     world.check_rest()
     for rank in ranks:
         assert rank.saves[1].levels[-1] is Level.DURABLE, rank.saves[1].error
-    assert set(world.store.inflight) <= set(world.store.records)
+    world.reopen(rng.randrange)
+    assert not world.store.inflight
+    assert not world.store.prepared
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.15])

@@ -34,6 +34,9 @@ STORE_EFFECTS = (
     fx.ForgetInflight,
 )
 
+NOT_REPEATED = (ev.StoreOpened, ev.StoreUnavailable, ev.LeaseAsked)
+"""Answers of calls, and what travels inside the process: these are no messages."""
+
 
 class World:
     """Nodes with one agent machine each, one controller, one store, and launches of ranks."""
@@ -45,7 +48,7 @@ class World:
         }
         self.store = ModelStore()
         self.ranks: dict[str, Rank] = {}
-        self.tasks: deque[fx.Effect] = deque()
+        self.tasks: list[fx.Effect] = []
         self.orders: dict[str, deque[fx.Effect]] = {node: deque() for node in self.machines}
         self.reports: dict[str, deque[Any]] = {node: deque() for node in self.machines}
         self.jobs: dict[tuple[str, int], FlushJob] = {}
@@ -54,6 +57,7 @@ class World:
         self.groups: dict[int, dict[int, tuple[str, int]]] = {}
         """Who sits in each group that was admitted: client and save by rank."""
         self.launches = 0
+        self.last: tuple[str, Any] = ("", ev.TimerFired(""))
         self._pids = count(1000)
         self._names = count(1)
 
@@ -150,8 +154,8 @@ class World:
     def pending(self) -> list[Callable[[], None]]:
         """Everything that may happen next, timers left out."""
         steps: list[Callable[[], None]] = []
-        if self.tasks:
-            steps.append(self._store_step)
+        for task in self._runnable():
+            steps.append(lambda t=task: self._store_step(t))
         for node in self.machines:
             if self.orders[node]:
                 steps.append(lambda n=node: self.machine(n, self.orders[n].popleft()))
@@ -179,8 +183,21 @@ class World:
         if not isinstance(event, ev.MemberOpened | ev.MemberFailed):
             self.machine(rank.node, event)
 
-    def _store_step(self) -> None:
-        effect = self.tasks.popleft()
+    def _runnable(self) -> list[fx.Effect]:
+        """Tasks of the store that may be next: in order for each key, and around an opening."""
+        found: list[fx.Effect] = []
+        keys: set[Any] = set()
+        for task in self.tasks:
+            if isinstance(task, fx.OpenStore):
+                return found or [task]
+            key = getattr(task, "key", None)
+            if key not in keys:
+                found.append(task)
+            keys.add(key)
+        return found
+
+    def _store_step(self, effect: fx.Effect) -> None:
+        self.tasks.remove(effect)
         answer = self.store.execute(effect)
         if answer is not None:
             self.control(answer)
@@ -206,14 +223,28 @@ class World:
 
     def control(self, event: Any) -> None:
         """Feed the controller and execute its effects."""
+        self.last = ("", event)
         for effect in self.controller.handle(event):
             self._execute(effect)
 
     def machine(self, node: str, event: Any) -> None:
         """Feed a node's machine and execute its effects."""
+        self.last = (node, event)
         for effect in self.machines[node].handle(event):
             self._execute_on(node, effect)
         self._check_memory(node)
+
+    def repeat(self) -> None:
+        """The last event comes again: it changes nothing, at most it is reported again."""
+        node, event = self.last
+        if isinstance(event, NOT_REPEATED):
+            return
+        if not node:
+            assert self.controller.handle(event) == []
+            return
+        for effect in self.machines[node].handle(event):
+            assert isinstance(effect, fx.Report), f"{event} came again and caused {effect}"
+            self.reports[node].append(effect.event)
 
     def _execute(self, effect: fx.Effect) -> None:
         match effect:
@@ -342,6 +373,13 @@ class World:
             else:
                 return
         raise AssertionError("the world does not come to rest")
+
+    def reopen(self, choose: Callable[[int], int]) -> None:
+        """Close the store and open it again, so that it is recovered."""
+        self.controller.store_closed()
+        for effect in self.controller.open_store(create=False):
+            self._execute(effect)
+        self.settle(choose)
 
     def check_rest(self) -> None:
         """Nothing is left over: every group is decided, every member told, no memory held."""

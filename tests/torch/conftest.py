@@ -29,10 +29,22 @@ def runtime_dir() -> Iterator[str]:
 
         groupio.torch.close()
         paths = process.runtime_paths(folder, groupio.__version__)
-        end = time.monotonic() + 20
-        while process.is_alive(paths) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not process.is_alive(paths), "the agent did not end when it was idle"
+        if process.is_alive(paths):
+            stop(paths)
+
+
+def stop(paths: process.RuntimePaths) -> None:
+    """Ask the agent to end, and wait until it did."""
+    channel = wire.Channel(wire.connect(paths.socket, timeout_s=5), msg.ToRank)
+    try:
+        channel.send(msg.Ask(1, "stop"))
+        channel.recv(10)
+    finally:
+        channel.close()
+    end = time.monotonic() + 20
+    while process.is_alive(paths) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not process.is_alive(paths), "the agent did not end when it was asked to"
 
 
 @pytest.fixture

@@ -196,6 +196,9 @@ def declared(folder: Path) -> dict[str, Any]:
     handle = gt.save({"own": base + rank}, store, step=3, replicated=["o*"], deadline_s=WAIT_S)
     out["pattern"] = caught(lambda: handle.wait("durable", WAIT_S))
     sparse = {"a": base.to_sparse()} if rank == 1 else {"a": base}
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)  # the others wait for this one by now
     begin = time.monotonic()
     try:
         handle = gt.save(sparse, store, step=4, deadline_s=WAIT_S)

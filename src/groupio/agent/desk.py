@@ -104,7 +104,7 @@ class Desk:
         except GroupIOError as error:
             self._refuse(peer, message.save_id, error)
             return
-        self._driver.flushing.items[peer.client, message.save_id] = items
+        self._driver.flushing.items[peer.client, message.save_id] = (items, message.items_id)
         self._driver.tell_machine(
             ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout)
         )

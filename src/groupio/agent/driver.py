@@ -44,7 +44,7 @@ STOP_POLL_S = 0.05
 PROCESS_END_S = 0.1
 """A killed process loses its sockets a moment before it is seen to have ended."""
 
-_NICE = 19
+_NICER = 5
 
 
 class Driver:
@@ -74,7 +74,7 @@ class Driver:
         self._running = False
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._populating = ThreadPoolExecutor(
-            1, "populate", initializer=lambda: os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+            1, "populate", initializer=_yield_to_others
         )
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
@@ -415,3 +415,8 @@ class Driver:
                 self.send(peer, msg.Standby(effect.offset, effect.length))
 
         self._populating.submit(populate)
+
+
+def _yield_to_others() -> None:
+    """Lower this thread's CPU priority; on Linux it belongs to the thread."""
+    os.nice(_NICER)

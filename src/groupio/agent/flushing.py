@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from groupio.agent.pipeline import FlushJob
-from groupio.errors import GroupIOError, StagingFull
+from groupio.errors import GroupIOError, InvalidInput, StagingFull
 from groupio.format.items import decode_items, items_id
 from groupio.model import ItemSpec, NodeReport
 from groupio.plan.layout import Layout, lay_out
@@ -37,11 +37,10 @@ class Tables:
         """The items and layout of an encoded table. FormatError or InvalidInput if it is bad."""
         kept = self._kept.get(claimed_id)
         if kept is None:
-            items = decode_items(encoded)
-            kept = (items, lay_out(items))
             if items_id(encoded) != claimed_id:
-                return kept
-            self._kept[claimed_id] = kept
+                raise InvalidInput("the item table does not have the id that came with it")
+            items = decode_items(encoded)
+            kept = self._kept[claimed_id] = (items, lay_out(items))
             if len(self._kept) > TABLES_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(claimed_id)
@@ -55,8 +54,8 @@ class Flushing:
         self._driver = driver
         self._jobs: dict[int, tuple[FlushJob, Job]] = {}
         self.tables = Tables()
-        self.items: dict[tuple[str, int], tuple[ItemSpec, ...]] = {}
-        """The items of each client's save that is not over."""
+        self.items: dict[tuple[str, int], tuple[tuple[ItemSpec, ...], bytes]] = {}
+        """The items of each client's save that is not over, and the id of their table."""
 
     def execute(self, effect: fx.Effect) -> None:
         """Execute one effect that concerns a flush job."""
@@ -108,7 +107,7 @@ class Flushing:
 
     def _add(self, effect: fx.AddWave) -> None:
         wave = effect.wave
-        items = self.items[effect.client, effect.save_id]
+        items, table_id = self.items[effect.client, effect.save_id]
         machine = self._driver.machine.groups[effect.group]
         layout = machine.leases[effect.rank].layout
         length = wave.virt_hi - wave.virt_lo
@@ -135,6 +134,7 @@ class Flushing:
             wave.chunk_hi,
             view,
             wave.virt_lo,
+            table_id=table_id,
         )
 
     def _end(self, group: int, delete: bool) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 
 from groupio.agent.identity import Writer, process_start
+from groupio.backend.base import RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
@@ -20,6 +21,7 @@ from groupio.format.records import (
     AbortRecord,
     InflightRecord,
     RecordKind,
+    decode_abort,
     decode_inflight,
     decode_lineage,
     decode_record_kind,
@@ -82,6 +84,8 @@ def _decisions(
             with backend.reader("epochs", name) as reader:
                 kind = decode_record_kind(reader.read(0, min(reader.size, 64)))
                 if kind is not RecordKind.COMMIT:
+                    # A life of the job that only ever aborted counts too.
+                    incarnation = max(incarnation, _aborted_by(reader))
                     aborted.append(key)
                     continue
                 header = ManifestReader(reader.read, reader.size, reader.path).header
@@ -119,6 +123,14 @@ def _drop_segments(
             log.error("segment %s is in use, but the decision of its epoch is gone", name)
         else:
             backend.delete("segments", name)
+
+
+def _aborted_by(reader: RandomReader) -> int:
+    try:
+        return decode_abort(reader.read(0, reader.size), reader.path).incarnation
+    except (IntegrityError, FormatError) as error:
+        log.warning("%s is damaged, but an abort all the same: %s", reader.path, error)
+        return 0
 
 
 def _attempts(backend: PosixBackend) -> set[DecisionKey]:

@@ -15,8 +15,6 @@ from rich.console import Console
 
 from groupio.demo.launch import Plan
 
-STATE_BYTES = 320 << 20
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; 0 proven, 1 not proven, 2 it could not be run.
@@ -35,7 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from groupio.demo.table import print_table
 
     folder = Path(options.dir or tempfile.mkdtemp(prefix="groupio-demo-")).absolute()
-    plan = Plan(options.parallel, options.ranks, options.steps, options.save_every, folder)
+    plan = Plan(
+        options.parallel,
+        options.ranks,
+        options.steps,
+        options.save_every,
+        folder,
+        layers=options.layers,
+        width=options.width,
+    )
     begin = time.monotonic()
     try:
         result = run_demo(plan, console)
@@ -55,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problem(options: argparse.Namespace) -> str:
     """Why the demonstration cannot be run like this; "" if it can."""
+    if options.layers < 1 or options.width < 8 or options.width % 8:
+        return f"--layers {options.layers} --width {options.width}: the width is a multiple of 8"
     if options.ranks < 2:
         return f"--ranks {options.ranks}: at least 2, one of them is killed"
     if options.save_every < 1 or options.steps < 3 * options.save_every:
@@ -78,11 +86,13 @@ def _problem(options: argparse.Namespace) -> str:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror}"
+    # Both stores keep all their epochs; plain dcp.save is measured twice.
     copies = 2 * (options.steps // options.save_every) + 2
-    if free < copies * STATE_BYTES:
+    needed = copies * 3 * 4 * (12 * options.layers * options.width**2 + 600 * options.width)
+    if free < needed:
         return (
-            f"{folder} has {free / 1e9:.1f} GB free and {copies * STATE_BYTES / 1e9:.1f} GB are "
-            "needed; give another --dir, or fewer saves"
+            f"{folder} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed; give "
+            "another --dir, or fewer saves"
         )
     return ""
 
@@ -99,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4, help="training processes (4)")
     parser.add_argument("--steps", type=int, default=12, help="training steps (12)")
     parser.add_argument("--save-every", type=int, default=3, help="steps between saves (3)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the GPT (8)")
+    parser.add_argument("--width", type=int, default=512, help="width of the GPT (512)")
     parser.add_argument("--dir", help="folder for stores and report (a new one in the temp dir)")
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and logs")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")

@@ -27,6 +27,8 @@ class Plan:
     steps: int
     save_every: int
     folder: Path
+    layers: int = 8
+    width: int = 512
     seed: int = 1
     timeout_s: float = 900.0
     """How long one run may take, in seconds, before it is stopped and counts as failed."""
@@ -114,7 +116,8 @@ def _command(plan: Plan, store: Path, events: Path, extra: list[str]) -> list[st
         *("--nproc-per-node", str(plan.ranks), "--monitor-interval", "5"),
         *("-m", "groupio.demo.train", "--store", str(store), "--events", str(events)),
         *("--steps", str(plan.steps), "--save-every", str(plan.save_every)),
-        *("--parallel", plan.parallel, "--seed", str(plan.seed), *extra),
+        *("--parallel", plan.parallel, "--seed", str(plan.seed)),
+        *("--layers", str(plan.layers), "--width", str(plan.width), *extra),
     ]
 
 

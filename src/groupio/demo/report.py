@@ -56,7 +56,7 @@ def render(result: Result) -> str:
     verdict = "proven" if result.proven else "not proven"
     body = [
         "<h1>groupio demonstration</h1>",
-        f'<p class="lead">A GPT of 25 million parameters on {plan.ranks} ranks '
+        f'<p class="lead">A GPT of {plan.layers} layers, {plan.width} wide, on {plan.ranks} ranks '
         f"({escape(plan.parallel)}), {plan.steps} steps, a save every {plan.save_every}. "
         f"Rank {plan.kill_rank} is killed while it saves step {plan.kill_step}.</p>",
         f'<p class="verdict {"good" if result.proven else "bad"}">The resumed run equals the '

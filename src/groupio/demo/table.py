@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -11,18 +12,23 @@ from groupio.demo.run import Result
 
 
 def print_table(result: Result, console: Console) -> None:
-    """Print the saves of all runs, and plain ``dcp.save`` beside them."""
-    table = Table(title="Saves (times since the call, slowest rank)", title_justify="left")
+    """Print the saves of all runs, and plain ``dcp.save`` beside them. It fits 80 columns."""
+    table = Table(
+        title="Saves: seconds since the call (slowest rank), MB of all ranks",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+    )
     table.add_column("save")
     for word in (*LEVELS, "logical", "unique", "stored"):
-        table.add_column(word, justify="right")
+        table.add_column(word, justify="right", no_wrap=True)
     for name in ("control", "interrupted", "resumed"):
         for save in figures.saves(result, name):
-            _add(table, f"{name}, {save.label}", save)
+            _add(table, f"{name} {save.label.removeprefix('step ')}", save)
     plain = figures.baseline(result)
     if plain is not None:
         table.add_section()
-        _add(table, "plain dcp.save, same state", plain)
+        _add(table, "plain dcp.save", plain)
     console.print(table)
 
 
@@ -38,10 +44,12 @@ def bytes_text(value: int | None) -> str:
 
 def _add(table: Table, label: str, save: SaveFigures) -> None:
     if save.failed:
-        table.add_row(label, save.failed, *[""] * 6, style="red")
+        table.add_row(label, "aborted", *[""] * 6, style="red")
         return
+    seconds = (save.seconds(level) for level in LEVELS)
+    sizes = (save.logical, save.unique, save.stored)
     table.add_row(
         label,
-        *(seconds_text(save.seconds(level)) for level in LEVELS),
-        *(bytes_text(value) for value in (save.logical, save.unique, save.stored)),
+        *("-" if value is None else f"{value:.2f}" for value in seconds),
+        *("-" if value is None else f"{value / 1e6:.1f}" for value in sizes),
     )

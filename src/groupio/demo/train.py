@@ -38,10 +38,10 @@ LAST_NEWS_S = 20.0
 class Trainer:
     """Model, optimizer and data of one rank, and their state as one dict."""
 
-    def __init__(self, parallel: str, seed: int) -> None:
+    def __init__(self, parallel: str, seed: int, config: GPTConfig) -> None:
         rank = dist.get_rank()
         torch.manual_seed(seed)
-        model = GPT(GPTConfig())
+        model = GPT(config)
         self.model: torch.nn.Module
         if parallel == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -52,7 +52,7 @@ class Trainer:
         else:
             self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1)
-        self.batches = Batches(read_text(), BATCH, model.config.context)
+        self.batches = Batches(read_text(), BATCH, config.context)
         self.step = 0
         self.losses: list[float] = []
         # From here on every rank draws its own dropout and its own windows of the text.
@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("gloo")
     events = EventWriter(options.events, dist.get_rank())
     events.write("started", pid=os.getpid())
-    trainer = Trainer(options.parallel, options.seed)
+    config = GPTConfig(layers=options.layers, width=options.width)
+    trainer = Trainer(options.parallel, options.seed, config)
     if options.resume:
         events.write("resumed", step=trainer.resume(options.store))
     events.write("ready", step=trainer.step)
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         _train(trainer, options, events, handles)
     except (RuntimeError, groupio.GroupIOError) as error:
         # A peer is gone: say what its loss did to the save, then give up like any training job.
-        events.write("stopped", message=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        events.write("stopped", message=f"{type(error).__name__}: {_short(error)}")
         _await_last_news(handles)
         return 3
     if options.dcp:
@@ -194,6 +195,12 @@ def _tell(handle: SaveHandle, events: EventWriter) -> None:
     )
 
 
+def _short(error: Exception) -> str:
+    """The first sentence of an error, without the source position that gloo puts before it."""
+    lines = str(error).splitlines() or [""]
+    return lines[0].rpartition("] ")[2].partition(". ")[0]
+
+
 def _named(error: groupio.GroupIOError) -> list[int]:
     """The ranks that an error names."""
     fields = error.fields()
@@ -225,6 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-every", required=True, type=int)
     parser.add_argument("--parallel", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=GPTConfig().layers)
+    parser.add_argument("--width", type=int, default=GPTConfig().width)
     parser.add_argument("--resume", action="store_true", help="start from the newest epoch")
     parser.add_argument("--kill-rank", type=int, default=-1)
     parser.add_argument("--kill-step", type=int, default=-1)

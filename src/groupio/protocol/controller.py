@@ -201,15 +201,12 @@ class Controller:
     # -- opening ---------------------------------------------------------
 
     def _on_opened(self, event: ev.MemberOpened) -> list[fx.Effect]:
-        if self.draining:
-            return refuse(event, "", reasons.draining(event.epoch))
-        if (error := reasons.absurd(event)) is not None:
-            return refuse(event, "", error)
         known = self._clients.setdefault(event.client, _Client(event.process, 0))
         if event.save_id in known.opened:
             return []
         known.opened.append(event.save_id)
-        return self._open(event, "")
+        error = reasons.draining(event.epoch) if self.draining else reasons.absurd(event)
+        return self._open(event, "") if error is None else refuse(event, "", error)
 
     def _open(self, event: ev.MemberOpened, timer: str) -> list[fx.Effect]:
         """Take an open in; ``timer`` runs already if it had to wait before."""

@@ -1,6 +1,7 @@
 """What the machines ask their driver to do, in the order given.
 
-Each store effect says in its docstring what must be durable when its answer comes.
+Each store effect says in its docstring what must be durable when its answer comes. Store effects
+with one key are executed in the order given, and OpenStore after all that were given before it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class ForgetInflight:
-    """Remove the in-flight record of a decided attempt."""
+    """Remove the in-flight record of an attempt that is decided or never began."""
 
     group: int
     key: DecisionKey

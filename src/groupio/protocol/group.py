@@ -362,6 +362,8 @@ class Group:
 
     def _on_abort_decided(self, event: ev.Decided) -> list[fx.Effect]:
         assert self._error is not None
+        if self._retrying:
+            return []
         if event.error is not None:
             if self._tries == DECIDE_TRIES:
                 return self._unknown(self._error)
@@ -406,7 +408,6 @@ class Group:
             # The epoch stands, whatever became of this comparison with it.
             self._error = copy.copy(self._error).with_outcome(Outcome.COMMITTED)
         had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)
-        decided = self.published and self.outcome is not Outcome.UNKNOWN
         self.phase = Phase.DONE
         effects: list[fx.Effect] = [
             fx.TellFailed(seat.seat, self._error) for seat in self.seats.values()
@@ -416,6 +417,7 @@ class Group:
                 fx.CloseGroup(node, self.number, committed=False, keep_segments=not delete)
                 for node in self.nodes
             ]
-        if decided and self.key is not None:
+        if self.key is not None and self.store and self.outcome is not Outcome.UNKNOWN:
+            # Also when its publication failed: the record may be there all the same.
             effects.append(fx.ForgetInflight(self.number, self.key))
         return effects
