@@ -9,8 +9,8 @@ The whole public API::
     client.close()
 
 Everything else (``groupio.client``, ``groupio.agent``, ...) is internal, except ``groupio.torch``
-(import it by name) and ``groupio.testing``. Names are loaded when they are first used, so that
-``import groupio`` costs next to nothing.
+(import it by name) and ``groupio.testing``. The client is loaded when it is first used, and numpy
+by the first save or load: ``import groupio`` and ``connect`` cost little.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from groupio.client.handle import SaveHandle
+from groupio.client.settings import Settings
 from groupio.errors import (
     AgentLost,
     ControllerLost,
@@ -41,12 +43,10 @@ from groupio.errors import (
     StorageFull,
     WaitTimeout,
 )
+from groupio.model import EpochInfo, Level, Timeline
 
 if TYPE_CHECKING:
     from groupio.client.client import Client, connect
-    from groupio.client.handle import SaveHandle
-    from groupio.client.settings import Settings
-    from groupio.model import EpochInfo, Level, Timeline
 
 __version__ = "0.1.0"
 
@@ -82,24 +82,15 @@ __all__ = [
     "connect",
 ]
 
-_HOMES = {
-    "Client": "groupio.client.client",
-    "connect": "groupio.client.client",
-    "SaveHandle": "groupio.client.handle",
-    "Settings": "groupio.client.settings",
-    "EpochInfo": "groupio.model",
-    "Level": "groupio.model",
-    "Timeline": "groupio.model",
-}
+_LAZY = ("Client", "connect")
 
 
 def __getattr__(name: str) -> Any:
     if name == "torch":
         return import_module("groupio.torch")
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _LAZY:
         raise AttributeError(f"module 'groupio' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module("groupio.client.client"), name)
     globals()[name] = value
     return value
 

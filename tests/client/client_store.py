@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from blake3 import blake3
 
@@ -28,6 +30,8 @@ from groupio.model import (
 from groupio.plan import dedup
 
 LARGE = 64 << 10
+RANDOM = np.random.default_rng(5)
+BIG = RANDOM.standard_normal((1200, 1000))
 
 
 def lease_of(outgoing: Outgoing) -> bytearray:
@@ -156,3 +160,47 @@ class StoreBuilder:
         body += encode_footer(offsets[rows], lengths, digests.reshape(-1, 32), len(body))
         self.backend.put("segments", name, bytes(body), durable=False)
         return name, len(body)
+
+
+def state(rank: int = 0, step: int = 0) -> dict[str, Any]:
+    own = RANDOM.standard_normal(70_000).astype(np.float32)
+    tied = np.arange(50_000, dtype=np.int32)
+    return {
+        "big": BIG,
+        "turned": BIG[:700, ::3].T,
+        "own": own + rank + step,
+        "tied.a": tied,
+        "tied.b": tied,
+        **{f"small.{i}": np.full(16, i + step) for i in range(50)},
+        "bf16": np.arange(9).astype(ml_dtypes.bfloat16),
+        "fp8": np.arange(9).astype(ml_dtypes.float8_e5m2),
+        "nan": np.array([np.nan, -0.0, np.inf]),
+        "swapped": np.arange(5, dtype=">i4"),
+        "time": np.array(["2020-01-01"], "M8[D]"),
+        "scalar": np.array(2.5, np.float16),
+        "empty": np.zeros((3, 0, 2), np.uint16),
+        "fields": np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+        "raw": os.urandom(5_000_000),
+        "none": None,
+        "plain": {"lr": 1e-3, 3: (True, 1 << 80, "\ud800", b"x"), "a": np.int16(4)},
+        "view": bytearray(b"abc"),
+    }
+
+
+def same(got: Any, saved: Any) -> bool:
+    if isinstance(saved, np.ndarray):
+        return (
+            got.dtype == saved.dtype
+            and got.shape == saved.shape
+            and got.tobytes() == saved.tobytes()
+        )
+    if isinstance(saved, bytearray):
+        return bool(got.tobytes() == saved)
+    return type(got) is type(saved) and bool(got == saved)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.chmod(0o600)
+    path.write_bytes(data)

@@ -192,3 +192,14 @@ class Background:
 
         threading.Thread(target=run, daemon=True).start()
         return future
+
+
+def answer_settles(agent: FakeAgent, background: Background, *errors: Any) -> None:
+    """Answer each question of the next client that connects with the next of ``errors``."""
+
+    def answer() -> None:
+        peer = agent.peer()
+        for error in errors:
+            peer.send(msg.Settled(peer.take(msg.Settle).request_id, error))
+
+    background.submit(answer)

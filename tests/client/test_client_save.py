@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import groupio
 from groupio.client import saving
 from groupio.format.codec import decode_plain
 from groupio.format.items import decode_items
-from groupio.model import CHUNK_BYTES, Level
+from groupio.model import CHUNK_BYTES
 from groupio.plan.layout import Wave, waves
 from groupio.protocol import messages as msg
 
@@ -203,25 +201,6 @@ def test_an_error_of_the_copy_is_told_to_the_group(
     assert handle.outcome == "not_committed"
 
 
-def test_a_skipped_save_is_no_error_but_reaches_nothing(
-    agent: FakeAgent, connect: Connect, background: Background
-) -> None:
-    client = connect()
-    peer = agent.peer()
-    saved = background.submit(
-        client.save, {"w": ARRAY}, epoch=1, when_full="skip", wait_for="staged"
-    )
-    opened = peer.take(msg.OpenSave)
-    assert opened.when_full == "skip"
-    peer.fail(opened, groupio.StagingFull("no room", needed=9, budget=1, skipped=True))
-    handle = saved.result(20)
-    assert handle.error is None
-    assert handle.skipped
-    assert "skipped" in repr(handle)
-    with pytest.raises(groupio.StagingFull):
-        handle.wait()
-
-
 def test_the_death_of_the_agent_ends_every_wait_and_the_next_call_starts_another(
     agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
@@ -334,77 +313,6 @@ def test_an_item_that_cannot_be_stored_raises_and_frees_the_other_members(
     assert peer.take(msg.Released).save_id == opened.save_id
 
 
-def test_callbacks_come_once_for_levels_failures_and_what_is_over(
-    agent: FakeAgent,
-    connect: Connect,
-    background: Background,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    client = connect()
-    peer = agent.peer()
-    calls: list[str] = []
-    deadlock: Future[BaseException] = Future()
-
-    def note(name: str) -> Callable[[groupio.SaveHandle], None]:
-        return lambda handle: calls.append(name)
-
-    def wait_inside(handle: groupio.SaveHandle) -> None:
-        try:
-            handle.wait()
-        except groupio.InvalidInput as error:
-            deadlock.set_result(error)
-        raise RuntimeError("a mistake in a callback")
-
-    saved = background.submit(client.save, {"w": ARRAY}, epoch=1)
-    opened = peer.take(msg.OpenSave)
-    peer.receive(opened)
-    handle = saved.result(20)
-    handle.add_done_callback("released", note("released"))
-    assert calls == ["released"]
-    handle.add_done_callback("staged", wait_inside)
-    handle.add_done_callback("replicated", note("replicated"))
-    handle.add_done_callback("durable", note("durable"))
-    with caplog.at_level(logging.ERROR, "groupio.client"):
-        peer.reach(opened, "staged")
-        assert "callback" in str(deadlock.result(20))
-        handle.wait("staged", timeout_s=20)
-        peer.fail(opened, groupio.StorageFull("full", path="/s", needed=2, free=1))
-        peer.take(msg.Released)
-    assert calls == ["released", "replicated", "durable"]
-    assert "a mistake in a callback" in caplog.text
-    handle.add_done_callback(Level.STAGED, note("late"))
-    assert calls[-1] == "late"
-    assert isinstance(handle.error, groupio.StorageFull)
-
-
-def test_replicas_on_one_node_are_unreachable_at_once(
-    agent: FakeAgent, connect: Connect, background: Background
-) -> None:
-    client = connect(settings={"replicas": 2})
-    peer = agent.peer()
-    handle = client.save({"w": ARRAY}, epoch=1, wait_for="replicated")
-    assert isinstance(handle.error, groupio.LevelUnreachable)
-    saved = background.submit(client.save, {"w": ARRAY}, epoch=1)
-    opened = peer.take(msg.OpenSave)
-    peer.receive(opened)
-    with pytest.raises(groupio.LevelUnreachable):
-        saved.result(20).wait("replicated")
-    assert saved.result().error is None
-
-
-def test_replicated_is_staged_when_one_replica_is_asked(
-    agent: FakeAgent, connect: Connect, background: Background
-) -> None:
-    client = connect()
-    peer = agent.peer()
-    saved = background.submit(client.save, {"w": ARRAY}, epoch=1, wait_for="replicated")
-    opened = peer.take(msg.OpenSave)
-    peer.receive(opened)
-    assert not saved.done()
-    peer.reach(opened, "staged")
-    assert saved.result(20).times.replicated is None
-
-
 def test_close_waits_bounded_says_goodbye_and_is_final(
     agent: FakeAgent, connect: Connect, background: Background
 ) -> None:
@@ -454,43 +362,6 @@ def test_an_interrupt_ends_the_save_and_tells_the_agent(
         client.save({"w": ARRAY}, epoch=1)
     peer.take(msg.OpenSave)
     assert "interrupted" in peer.take(msg.SaveFailed).error["message"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"epoch": -1},
-        {"epoch": True},
-        {"epoch": 1.0},
-        {"epoch": 1 << 63},
-        {"epoch": 1, "deadline_s": 0},
-        {"epoch": 1, "deadline_s": float("nan")},
-        {"epoch": 1, "deadline_s": "10"},
-        {"epoch": 1, "wait_for": "saved"},
-        {"epoch": 1, "when_full": "drop"},
-        {"epoch": 1, "replicated": [1]},
-        {"epoch": 1, "replicated": 5},
-        {"epoch": 1, "metadata": [("a", 1)]},
-        {"epoch": 1, "metadata": {1: 2}},
-        {"epoch": 1, "metadata": {"a": object()}},
-        {"epoch": 1, "metadata": {"a": 1 << 70}},
-        {"epoch": 1, "metadata": {"a": "x" * 70_000}},
-        {"epoch": 1, "metadata": {"a": "\ud800"}},
-        {"epoch": 1, "items": [1]},
-        {"epoch": 1, "items": {1: 2}},
-        {"epoch": 1, "items": {"": 2}},
-        {"epoch": 1, "items": {"a" * 5000: 2}},
-    ],
-)
-def test_wrong_arguments_raise_and_save_nothing(
-    agent: FakeAgent, connect: Connect, arguments: dict[str, Any]
-) -> None:
-    client = connect()
-    peer = agent.peer()
-    with pytest.raises(groupio.InvalidInput):
-        client.save(arguments.pop("items", {"w": ARRAY}), **arguments)
-    client.close()
-    peer.take(msg.Bye)
 
 
 def test_many_small_tensors_are_one_message(

@@ -85,18 +85,24 @@ class Case:
         self.calls = read_calls(self.folder / "strace.log", self.disk)
         return self.calls
 
-    def judge(self, told: Any, *, powerless: bool = False) -> None:
+    def judge(self, told: Any) -> None:
         """Check the store that a run left, then that the next save works."""
         history = copy.deepcopy(self.history)
         history.add(self.script, told, self.lineage)
-        newest = check(self.store, history, powerless=powerless)
-        following = Script(saves(newest + 1))
-        told, code = self.server.play(following, self.store, self.folder / "runtime", "z")
-        assert code == 0, told
-        assert len([line for line in told if "acked" in line]) == len(told) == WORLD, told
-        lines = self.store / "lineages"
-        history.add(following, told, 1 + len(list(lines.iterdir())))
-        assert check(self.store, history) == newest + 1
+        judge(self.server, self.store, self.folder / "runtime", history)
+
+
+def judge(
+    server: ForkServer, store: Path, runtime: Path, history: History, *, powerless: bool = False
+) -> None:
+    """Check a store after a fault, then that the next save works."""
+    newest = check(store, history, powerless=powerless)
+    following = Script(saves(newest + 1))
+    told, code = server.play(following, store, runtime, "z")
+    assert code == 0, told
+    assert len([line for line in told if "acked" in line]) == len(told) == WORLD, told
+    history.add(following, told, 1 + len(list((store / "lineages").iterdir())))
+    assert check(store, history) == newest + 1
 
 
 def leave_unfinished(case: Case) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import groupio
-from groupio.errors import GroupIOError, to_wire
+from groupio.errors import AgentLost, GroupIOError, to_wire
 
 client: groupio.Client | None = None
 handles: dict[int, groupio.SaveHandle] = {}
@@ -64,7 +64,13 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             return {"error": to_wire(error) if error else None, "times": times(handle)}
         case "wait":
             handle = handles[command.pop("epoch")]
-            handle.wait(**command)
+            catch = command.pop("catch", False)
+            try:
+                handle.wait(**command)
+            except AgentLost as error:
+                if not catch:
+                    raise
+                return {"lost": to_wire(error)}
             return {"times": times(handle), "notes": list(handle.times.notes)}
         case "load":
             assert client is not None

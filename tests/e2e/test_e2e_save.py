@@ -12,7 +12,6 @@ import pytest
 from e2e_help import MIB, data, save_all
 
 from groupio.errors import (
-    AgentLost,
     EpochConflict,
     GroupAborted,
     GroupTimeout,
@@ -319,10 +318,9 @@ def test_agent_killed_in_flight_and_a_new_one_goes_on(node: Any, tmp_path: Path)
         assert one.answer()["error"] is None
     node.kill_agent()
     for one in ranks:
-        try:
-            one.ask("wait", epoch=2, timeout_s=10)
-        except AgentLost as error:
-            assert str(node.paths.log) in error.message
+        # The epoch may have been committed before the agent was killed.
+        error = one.ask("wait", epoch=2, timeout_s=10, catch=True).get("lost")
+        assert error is None or str(node.paths.log) in error["message"]
     save_all(ranks, 3, lambda r: 30 + r)
     for one in ranks:
         one.ask("load", expect=data(30 + one.rank))

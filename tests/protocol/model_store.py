@@ -38,6 +38,8 @@ class ModelStore:
     prepared: dict[DecisionKey, Record] = field(default_factory=dict)
     inflight: dict[DecisionKey, int] = field(default_factory=dict)
     lineages: dict[int, Lineage] = field(default_factory=dict)
+    dropped: set[DecisionKey] = field(default_factory=set)
+    """Attempts whose segments were deleted to make room for their abort records."""
     decided: list[tuple[DecisionKey, bool]] = field(default_factory=list)
     """All decisions in the order in which they were made."""
 
@@ -46,7 +48,9 @@ class ModelStore:
         fault = self.fault(effect)
         if fault.startswith("stranger"):
             self._stranger(effect, complete=fault == "stranger")
-        if fault in ("before", "full"):
+        if fault == "full" and isinstance(effect, fx.Decide) and effect.drop_segments_if_full:
+            self.dropped.add(effect.key)
+        elif fault in ("before", "full"):
             return self._failed(effect, StorageFull if fault == "full" else StorageError)
         answer = self._do(effect)
         return self._failed(effect, StorageError) if fault == "after" else answer
@@ -107,6 +111,7 @@ class ModelStore:
     def _create(self, key: DecisionKey, new: Record) -> Record:
         self._check_attempt(key)
         if key not in self.records:
+            assert not (new.commit and key in self.dropped), f"{key} has no segments any more"
             self.records[key] = new
             self.decided.append((key, new.commit))
         self.prepared.pop(key, None)

@@ -14,6 +14,7 @@ from groupio.model import Level
 from groupio.protocol import effects as fx
 
 MIB = 1 << 20
+KINDS = ("store", "order", "report", "message", "copy", "job")
 SIZES = (0, MIB, 3 * MIB, 9 * MIB, 40 * MIB)
 
 
@@ -37,40 +38,57 @@ def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
 
 def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
     """Let ranks save while processes end, connections break and timers run out."""
-    world.store.fault = faults(rng, rate)
+    world.store.fault = faults(rng, rng.choice((0, rate)))
     world.store.node_local = rng.random() < 0.5
-    for _ in range(steps):
+    weights: dict[str, float] = {}
+    for step in range(steps):
+        if step % 50 == 0:
+            # For a while, some kinds of steps are far slower than others.
+            weights = {kind: rng.choice((0.02, 1.0)) for kind in KINDS}
         if rng.random() < rate:
             world.repeat()
         dice = rng.random()
-        ranks = world.current()
+        ranks = world.active()
         pending = world.pending()
-        if not ranks or dice < 0.3 * rate:
-            rewind = rng.choice((None, None, world.latest(), max(-1, world.latest() - 2)))
-            world.launch(
-                rng.randint(1, 4),
-                back=rng.choice((0, 1, 1)),
-                rewind_to=None if rewind == -1 else rewind,
-            )
-        elif dice < 0.5 * rate:
+        if not world.current() or dice < 0.2 * rate:
+            relaunch(world, rng)
+        elif dice < 0.4 * rate:
             world.kill(rng.choice(ranks))
-        elif dice < 0.7 * rate:
+        elif dice < 0.5 * rate:
             world.hang_up(rng.choice(ranks))
-        elif dice < 0.8 * rate and any(r.busy for r in ranks):
+        elif dice < 0.6 * rate and any(r.busy for r in ranks):
             world.withdraw(rng.choice([r for r in ranks if r.busy]))
-        elif dice < rate and world.timers:
+        elif dice < 0.8 * rate and world.timers:
             world.fire(rng.choice(sorted(world.timers)))
-        elif dice < 0.3 or not pending:
-            idle = [r for r in ranks if not r.busy]
-            if idle:
-                world.open(
-                    rng.choice(idle),
-                    size=rng.choice(SIZES),
-                    variant=int(rng.random() < 0.1 * rate),
-                    when_full="wait" if rng.random() > rate else "fail",
-                )
-        else:
-            rng.choice(pending)()
+        elif dice < 0.25 and any(not r.busy for r in ranks):
+            save(world, rng, rate)
+        elif pending:
+            chosen = rng.choices(pending, [weights[kind] for kind, _ in pending])
+            chosen[0][1]()
+
+
+def relaunch(world: World, rng: random.Random) -> None:
+    """The job begins again, perhaps at an older epoch, perhaps with other ranks."""
+    rewind = rng.choice((None, None, world.latest(), max(-1, world.latest() - 2)))
+    world.launch(
+        rng.choice((1, 2, 2, 3, 4)),
+        back=rng.choice((0, 1, 1)),
+        rewind_to=None if rewind == -1 else rewind,
+        zombies=rng.random() < 0.3,
+    )
+
+
+def save(world: World, rng: random.Random, rate: float) -> None:
+    """A rank that is free saves its next epoch; those that are behind first."""
+    idle = [r for r in world.active() if not r.busy]
+    rng.shuffle(idle)
+    rank = min(idle, key=lambda r: r.next_epoch if rng.random() < 0.9 else 0)
+    world.open(
+        rank,
+        size=rng.choice(SIZES),
+        variant=int(rng.random() < 0.1 * rate),
+        when_full="fail" if rank.launch % 5 == 0 else "wait",
+    )
 
 
 def finish(world: World, rng: random.Random) -> None:

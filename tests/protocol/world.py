@@ -63,18 +63,32 @@ class World:
 
     # -- what ranks do ---------------------------------------------------------
 
-    def launch(self, world: int, *, back: int = 1, rewind_to: int | None = None) -> None:
-        """End all processes of the job and start others, to go on after the newest epoch."""
+    def launch(
+        self, world: int, *, back: int = 1, rewind_to: int | None = None, zombies: bool = False
+    ) -> None:
+        """Start the job's processes, to go on after the newest epoch.
+
+        The old ones end before, unless as ``zombies`` they do not know yet that they should.
+        """
         for rank in list(self.ranks.values()):
-            self.kill(rank)
+            if not zombies:
+                self.kill(rank)
         self.launches += 1
         start = self.latest() if rewind_to is None else rewind_to
         for number in range(world):
             node = f"n{number % len(self.machines)}"
-            self._join(node, number, world, rewind_to, start + back, next(self._pids))
+            pid = next(self._pids)
+            self._join(node, number, world, rewind_to, start + back, pid, self.launches)
 
     def _join(
-        self, node: str, number: int, world: int, rewind: int | None, epoch: int, pid: int
+        self,
+        node: str,
+        number: int,
+        world: int,
+        rewind: int | None,
+        epoch: int,
+        pid: int,
+        launch: int,
     ) -> None:
         name = f"c{next(self._names)}"
         self.ranks[name] = Rank(
@@ -83,7 +97,7 @@ class World:
             node=node,
             rank=number,
             world=world,
-            launch=self.launches,
+            launch=launch,
             rewind_to=rewind,
             next_epoch=max(0, epoch),
         )
@@ -96,11 +110,11 @@ class World:
 
     def current(self) -> list[Rank]:
         """The ranks of the newest launch that can still act."""
-        return [
-            r
-            for r in self.ranks.values()
-            if r.launch == self.launches and r.alive and r.connected
-        ]
+        return [r for r in self.active() if r.launch == self.launches]
+
+    def active(self) -> list[Rank]:
+        """All ranks that can act, those of older launches too."""
+        return [r for r in self.ranks.values() if r.alive and r.connected]
 
     def open(self, rank: Rank, *, size: int = 1 << 20, variant: int = 0, **fields: Any) -> None:
         """The rank saves its next epoch."""
@@ -147,28 +161,28 @@ class World:
         rank.connected = False
         rank.outbox.append(ev.MemberGone(rank.name, process_gone=False))
         pid, epoch = rank.process.pid, rank.next_epoch
-        self._join(rank.node, rank.rank, rank.world, rank.rewind_to, epoch, pid)
+        self._join(rank.node, rank.rank, rank.world, rank.rewind_to, epoch, pid, rank.launch)
 
     # -- what may happen next ---------------------------------------------------------
 
-    def pending(self) -> list[Callable[[], None]]:
-        """Everything that may happen next, timers left out."""
-        steps: list[Callable[[], None]] = []
+    def pending(self) -> list[tuple[str, Callable[[], None]]]:
+        """Everything that may happen next, with a word for its kind; timers left out."""
+        steps: list[tuple[str, Callable[[], None]]] = []
         for task in self._runnable():
-            steps.append(lambda t=task: self._store_step(t))
+            steps.append(("store", lambda t=task: self._store_step(t)))
         for node in self.machines:
             if self.orders[node]:
-                steps.append(lambda n=node: self.machine(n, self.orders[n].popleft()))
+                steps.append(("order", lambda n=node: self.machine(n, self.orders[n].popleft())))
             if self.reports[node]:
-                steps.append(lambda n=node: self.control(self.reports[n].popleft()))
+                steps.append(("report", lambda n=node: self.control(self.reports[n].popleft())))
         for rank in self.ranks.values():
             if rank.outbox:
-                steps.append(lambda r=rank: self.deliver(r, r.outbox.popleft()))
+                steps.append(("message", lambda r=rank: self.deliver(r, r.outbox.popleft())))
             if rank.can_copy:
-                steps.append(rank.copy)
+                steps.append(("copy", rank.copy))
         for at, job in self.jobs.items():
             if job.has_work:
-                steps.append(lambda a=at, j=job: self._job_step(a, j))
+                steps.append(("job", lambda a=at, j=job: self._job_step(a, j)))
         return steps
 
     def fire(self, name: str) -> None:
@@ -367,7 +381,7 @@ class World:
         for _ in range(steps):
             pending = self.pending()
             if pending:
-                pending[choose(len(pending))]()
+                pending[choose(len(pending))][1]()
             elif self.timers:
                 self.fire(sorted(self.timers)[choose(len(self.timers))])
             else:

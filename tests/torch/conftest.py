@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from groupio import wire
 from groupio.agent import process
+from groupio.protocol import messages as msg
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 

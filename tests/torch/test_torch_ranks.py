@@ -18,7 +18,7 @@ def torchrun(folder: Path, ranks: int, scenarios: str, *, dies: bool = False) ->
     """Run the scenarios; what each reported, by its name and rank."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), "--monitor-interval", "8" if dies else "0.3"),
+        *("--nproc-per-node", str(ranks), "--monitor-interval", "0.3"),
         *(str(WORKER), scenarios, str(folder)),
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -214,6 +214,7 @@ def killed(folder: Path) -> dict[str, Any]:
     from groupio.client.sources import Flat
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others: they speak first
     store = folder / "killed"
     state = {"w": torch.randn(1 << 20), "v": torch.randn(1 << 20)}
     gt.save(state, store, step=1, deadline_s=WAIT_S).wait("durable", WAIT_S)

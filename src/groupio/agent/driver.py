@@ -126,6 +126,9 @@ class Driver:
     def _look_around(self) -> None:
         """Close stores that nobody uses; end when idle or drained."""
         assert self._loop is not None
+        assert self._done is not None
+        if self._done.done():
+            return  # the threads are ending already
         self._loop.call_later(STOP_POLL_S, self._look_around)
         for path, job in list(self.jobs.items()):
             if job.idle and not any(p.job is job for p in self.peers.values()):

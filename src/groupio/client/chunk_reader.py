@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,7 @@ class Wants:
     views: Sequence[memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """One chunk in its segment, and where it goes."""
 
     offset: int
@@ -55,8 +55,7 @@ class _Piece:
     targets: list[memoryview]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """Neighbouring chunks of one segment that one read brings."""
 
     segment: int

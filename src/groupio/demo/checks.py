@@ -38,8 +38,8 @@ def check_killed(plan: Plan, run: Run, epochs: list[int]) -> Check:
         death = deaths[0]
         middle = 0 < death["copied"] < death["total"]
         seen = (
-            f"rank {death['rank']} died with {death['copied'] / 1e6:.0f} of "
-            f"{death['total'] / 1e6:.0f} MB copied; committed epochs: {epochs}"
+            f"rank {death['rank']} died with {death['copied'] / 1e6:.1f} of "
+            f"{death['total'] / 1e6:.1f} MB copied; committed epochs: {epochs}"
         )
     holds = middle and run.returncode != 0 and plan.kill_step not in epochs
     return Check(

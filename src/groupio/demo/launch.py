@@ -15,7 +15,8 @@ from typing import Any
 from groupio.demo.events import EventReader
 
 POLL_S = 0.2
-STOP_S = 10.0
+STOP_S = 40.0
+"""torchrun gives its ranks 30 seconds after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,7 @@ def launch(
 def _command(plan: Plan, store: Path, events: Path, extra: list[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        # The survivors get some seconds to say what the death of a peer did to their save.
-        *("--nproc-per-node", str(plan.ranks), "--monitor-interval", "5"),
+        *("--nproc-per-node", str(plan.ranks)),
         *("-m", "groupio.demo.train", "--store", str(store), "--events", str(events)),
         *("--steps", str(plan.steps), "--save-every", str(plan.save_every)),
         *("--parallel", plan.parallel, "--seed", str(plan.seed)),

@@ -34,6 +34,7 @@ class Progress:
         self._task = self._bar.add_task("starting the ranks", total=plan.steps)
 
     def __enter__(self) -> Self:
+        self._line(f"starting {self._plan.ranks} ranks under torchrun, which takes some seconds")
         self._bar.start()
         return self
 
@@ -89,8 +90,8 @@ class Progress:
 
     def _on_killed(self, event: dict[str, Any]) -> None:
         self._line(
-            f"rank {event['rank']} kills itself with SIGKILL: {event['copied'] / 1e6:.0f} of "
-            f"{event['total'] / 1e6:.0f} MB of its state are copied",
+            f"rank {event['rank']} kills itself with SIGKILL: {event['copied'] / 1e6:.1f} of "
+            f"{event['total'] / 1e6:.1f} MB of its state are copied",
             "bold red",
         )
 

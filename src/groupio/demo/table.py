@@ -17,7 +17,9 @@ def print_table(result: Result, console: Console) -> None:
         title="Saves: seconds since the call (slowest rank), MB of all ranks",
         title_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
+        collapse_padding=True,
+        pad_edge=False,
     )
     table.add_column("save")
     for word in (*LEVELS, "logical", "unique", "stored"):
@@ -28,7 +30,7 @@ def print_table(result: Result, console: Console) -> None:
     plain = figures.baseline(result)
     if plain is not None:
         table.add_section()
-        _add(table, "plain dcp.save", plain)
+        _add(table, "dcp.save", plain)
     console.print(table)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -73,9 +74,10 @@ class Trainer:
 
     def resume(self, store: str) -> int:
         """Load the newest epoch of ``store`` and go on from there; its number."""
-        # DDP arranges its buckets anew after the first step, which changes the order of its sums:
-        # let it have that step before the state is loaded.
-        self.train_step()
+        if isinstance(self.model, DistributedDataParallel):
+            # It arranges its buckets anew after the first step, which changes the order of its
+            # sums: let it have that step before the state is loaded.
+            self.train_step()
         state = self.state()
         report = groupio.torch.load(state, store)
         set_state_dict(
@@ -106,6 +108,7 @@ class Trainer:
 def main(argv: list[str] | None = None) -> int:
     """Train as the arguments say; 0 when all steps were done and the last save is durable."""
     options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop_once)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     events = EventWriter(options.events, dist.get_rank())
@@ -120,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         _train(trainer, options, events, handles)
     except (RuntimeError, groupio.GroupIOError) as error:
         # A peer is gone: say what its loss did to the save, then give up like any training job.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         events.write("stopped", message=f"{type(error).__name__}: {_short(error)}")
         _await_last_news(handles)
         return 3
@@ -193,6 +197,15 @@ def _tell(handle: SaveHandle, events: EventWriter) -> None:
         durable=times.durable,
         notes=list(times.notes),
     )
+
+
+def _stop_once(number: int, frame: object) -> None:
+    """SIGTERM ends the training like an error does; torchrun sends it when another rank died.
+
+    The end itself is not interrupted: this rank has to say what became of its save.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise RuntimeError("SIGTERM: torchrun ends this rank")
 
 
 def _short(error: Exception) -> str:

@@ -1,0 +1,118 @@
+"""Errors of the disk at every system call, once and from then on: typed, bounded, nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+from cases import Case
+from forkserver import ForkServer
+from stracing import Call, fail_forever, fail_once
+
+SAMPLE = {"first": 34, "resume": 16}
+"""Injections of each case in the default run; the proof makes all."""
+
+FULL = ("ENOSPC", "EDQUOT")
+
+RETRIED = ("openat", "pwrite64", "pwritev2", "fsync", "pread64", "fcntl", "fstatfs")
+"""Calls of a store that a signal may interrupt."""
+
+NOT_TYPED_BY_US = ("WaitTimeout", "AgentLost", "GroupTimeout")
+"""Errors that would mean that somebody waited in vain."""
+
+Injection = tuple[Call, str, bool]
+"""The call, the error, and whether later calls fail too."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as made:
+        yield made
+
+
+@pytest.fixture
+def make_case(server: ForkServer, tmp_path: Path) -> Callable[[str], Case]:
+    """The case of that name, with its calls learnt."""
+
+    def make(name: str) -> Case:
+        return cases.make(name, server, tmp_path)
+
+    return make
+
+
+def all_injections(calls: Sequence[Call]) -> list[Injection]:
+    found: list[Injection] = []
+    for call in calls:
+        errors = ["EIO", *(FULL if call.changes and not call.name.startswith("unlink") else ())]
+        for error in errors:
+            found += [(call, error, False), (call, error, True)]
+        if call.name in RETRIED:
+            found.append((call, "EINTR", False))
+    return found
+
+
+def spread(injections: Sequence[Injection], count: int) -> list[Injection]:
+    """``count`` of them, evenly; calls that change the disk are worth three that only look."""
+    weights = [3 if call.changes else 1 for call, _, _ in injections]
+    step, total, chosen = sum(weights) / count, 0.0, []
+    for injection, weight in zip(injections, weights, strict=True):
+        if int((total + weight) / step) > int(total / step):
+            chosen.append(injection)
+        total += weight
+    return chosen
+
+
+def fail_at_each(case: Case, injections: Sequence[Injection]) -> None:
+    for call, error, forever in injections:
+        options = fail_forever(call, error, case.calls) if forever else fail_once(call, error)
+        told, code = case.run(options)
+        try:
+            assert code == 0, f"the process ended with {code}"
+            check_told(told, error)
+            if not forever:
+                # One error costs one epoch at most: the last save comes through.
+                check_goes_on(case, told)
+            case.judge(told)
+        except AssertionError as failure:
+            failure.add_note(f"{error} {'forever' if forever else 'once'} at {call}, told {told}")
+            raise
+
+
+def check_told(told: Sequence[dict[str, Any]], error: str) -> None:
+    """Each save and load ended as it may."""
+    for line in told:
+        assert "defect" not in line
+        assert "wrong" not in line
+        failed = line.get("failed") or line.get("load_failed")
+        if failed is None:
+            continue
+        assert failed["kind"] not in NOT_TYPED_BY_US, failed
+        if failed["kind"] == "StorageFull":
+            assert error in FULL
+            assert failed["fields"]["path"]
+
+
+def check_goes_on(case: Case, told: Sequence[dict[str, Any]]) -> None:
+    last = case.script.steps[-1].epoch
+    if any("failed" in line and line["epoch"] == last for line in told):
+        return  # the error hit this very epoch
+    assert [line["rank"] for line in told if "acked" in line and line["epoch"] == last]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_errors_at_system_calls(make_case: Callable[[str], Case], name: str) -> None:
+    case = make_case(name)
+    fail_at_each(case, spread(all_injections(case.calls), SAMPLE[name]))
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["first", "resume", "rewind"])
+def test_errors_at_every_system_call(make_case: Callable[[str], Case], name: str) -> None:
+    case = make_case(name)
+    injections = all_injections(case.calls)
+    fail_at_each(case, injections)
+    print(f"{name}: {len(injections)} injections at {len(case.calls)} calls")
