@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_help import Command
+from prometheus_client.parser import text_string_to_metric_families
 
 import groupio as library
 from groupio.cli import asking
@@ -158,3 +159,17 @@ def test_the_picture_of_a_busy_agent(groupio: Command) -> None:
 def test_ranks_are_joined_to_runs() -> None:
     assert ranks([]) == ""
     assert ranks([5, 0, 1, 2]) == "0-2, 5"
+
+
+def test_metrics_are_prometheus_text(groupio: Command, tmp_path: Path) -> None:
+    assert groupio("status", "--metrics").code == 1
+    with library.connect(tmp_path / "store", rank=0, world_size=1) as client:
+        client.save({"x": b"x" * 100_000}, epoch=1).wait("durable", timeout_s=60)
+        answer = groupio("status", "--metrics")
+        assert answer.code == 0
+        families = {family.name: family for family in text_string_to_metric_families(answer.out)}
+        hashed = families["groupio_hashed_bytes"].samples[0]
+        assert (hashed.name, hashed.value) == ("groupio_hashed_bytes_total", 100_000)
+        levels = {s.labels["level"] for s in families["groupio_level_seconds"].samples}
+        assert {"staged", "durable"} <= levels
+    assert groupio("agent", "drain").code == 0

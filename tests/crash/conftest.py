@@ -1,12 +1,28 @@
-"""Fixtures of the crash tests: file systems that can be cut."""
+"""Fixtures of the crash tests: file systems that can be cut, and jobs of real processes."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from loopdev import KINDS, LoopDisk, make_image, workplace
+
+
+def _end_to_end() -> ModuleType:
+    """The helpers of the end-to-end tests: ranks and agents as processes of their own."""
+    path = Path(__file__).parents[1] / "e2e" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("end_to_end_helpers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_node = _end_to_end().make_node
 
 
 @pytest.fixture(scope="session")

@@ -86,21 +86,27 @@ class MemberArena:
         there stays. StagingFull when the system has no memory; the extent is then partly filled.
         """
         view = self.map(offset, length)
-        for start in range(0, length, _SLICE_BYTES):
-            if should_stop is not None and should_stop():
-                return
-            size = min(_SLICE_BYTES, length - start)
-            try:
-                os.posix_fallocate(self._fd, offset + start, size)
+        with self._lock:
+            # Of its own: the number of a descriptor that ``close`` frees meanwhile may be given
+            # to another file, which must not grow instead.
+            fd = os.dup(self._fd)
+        try:
+            for start in range(0, length, _SLICE_BYTES):
+                if should_stop is not None and should_stop():
+                    return
+                size = min(_SLICE_BYTES, length - start)
+                os.posix_fallocate(fd, offset + start, size)
                 prefault(view, start, size)
-            except OSError as error:
-                if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
-                    raise
-                raise StagingFull(
-                    f"the system has no memory for {length} bytes of the arena "
-                    f"({error.strerror}); lower the memory budget (GROUPIO_MEMORY_BYTES)",
-                    needed=length,
-                ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
+                raise
+            raise StagingFull(
+                f"the system has no memory for {length} bytes of the arena "
+                f"({error.strerror}); lower the memory budget (GROUPIO_MEMORY_BYTES)",
+                needed=length,
+            ) from error
+        finally:
+            os.close(fd)
 
     def punch(self, offset: int, length: int) -> None:
         """Give the memory of an extent back to the system; its bytes read as zero afterwards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated, Any
 
@@ -28,12 +29,17 @@ def status(
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between looks.")
     ] = 1.0,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Print the agent's counters as Prometheus text.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> int:
     """Show the agent, its memory, and the groups in flight.
 
     Exit code 1 when no agent runs. With --watch --json, one JSON object a line.
     """
+    if metrics:
+        return _metrics(as_json)
     if not watch:
         answer = asking.ask("status")
         if as_json:
@@ -49,6 +55,17 @@ def status(
     except KeyboardInterrupt:
         pass  # that is how watching ends
     return OK
+
+
+def _metrics(as_json: bool) -> int:
+    answer = asking.ask("metrics")
+    if as_json:
+        emit_json("metrics", {"running": answer is not None, **(answer or {"text": ""})})
+    elif answer is not None:
+        sys.stdout.write(answer["text"])
+    else:
+        console().print(picture(None))
+    return ANSWER_IS_NO if answer is None else OK
 
 
 def _watch_json(interval_s: float) -> None:

@@ -2,17 +2,16 @@
 
 In the order of the data of a save:
 
-``client``      arguments -> a group's save, and the calls of the public API
-``values``      items of the caller -> specs and sources of bytes
-``copying``     sources -> the bytes of a wave, in the arena
-``arena``       the rank's mappings of its leases
+``client``      the calls of the public API; ``arguments``, ``launch``, ``address`` check them
+``outgoing``    ``values`` and ``sources``: items of the caller -> specs, and where bytes come from
+``saving``      one save: grants, ``copying`` wave after wave into the ``arena``, failures
 ``connection``  the socket to the node's agent and the thread that listens to it
 ``handle``      what has become of a save
 
 and of a load:
 
+``loading``        the wanted epoch, or the next older intact one; ``lineage`` says the order
 ``store_reader``   a store on disk -> its epochs and their items; needs no agent
-``chunk_reader``   chunks -> memory, each verified before use
 ``destinations``   memory for items: new arrays or the caller's buffers
-``lineage``        which epochs ``latest`` and a number mean
+``chunk_reader``   chunks -> that memory, each verified before use
 """

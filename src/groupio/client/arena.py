@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 
 from groupio.agent.arena import map_shared, prefault
@@ -22,7 +23,7 @@ _SLICE_BYTES = 64 << 20
 class Lease:
     """A mapped range; its memory stays while this object lives, whatever happens to the agent."""
 
-    __slots__ = ("_anchor", "address", "mapped", "offset", "ready", "size")
+    __slots__ = ("__weakref__", "_anchor", "address", "mapped", "offset", "ready", "size")
 
     def __init__(self, mapped: mmap.mmap, offset: int, size: int) -> None:
         self.mapped = mapped
@@ -32,6 +33,18 @@ class Lease:
         self._anchor = ctypes.c_char.from_buffer(mapped)
         self.address = ctypes.addressof(self._anchor)
         """Where the range starts in this process."""
+        _live.add(self)
+
+
+_live: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def lease_at(address: int) -> Lease | None:
+    """The mapped range that ``address`` lies in, if it is one."""
+    for lease in list(_live):
+        if lease.address <= address < lease.address + lease.size:
+            return lease
+    return None
 
 
 class ClientArena:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from groupio.torch.clients import close
 from groupio.torch.loading import load
+from groupio.torch.pinned import install as _install_device_copies
 from groupio.torch.report import LoadReport, SkippedEpoch
 from groupio.torch.saving import save
+
+_install_device_copies()
 
 __all__ = ["LoadReport", "SkippedEpoch", "close", "load", "save"]
