@@ -38,7 +38,7 @@ from groupio.protocol import group
 
 WORLD = 2
 
-PATIENCE_S = 30.0
+PATIENCE_S = 10.0
 """Nothing that a script does takes so long; a wait that does is a hang."""
 
 Say = Callable[[dict[str, Any]], None]

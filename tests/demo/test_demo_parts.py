@@ -230,11 +230,12 @@ def test_the_text_is_the_same_everywhere_in_this_installation() -> None:
     ("arguments", "words"),
     [
         (["--ranks", "1"], "at least 2"),
-        (["--steps", "4"], "three saves"),
-        (["--steps", "10"], "no multiple"),
+        (["--steps", "2"], "three saves"),
+        (["--steps", "6", "--save-every", "3"], "three saves"),
+        (["--steps", "6", "--save-every", "0"], "three saves"),
         (["--width", "9"], "multiple of 8"),
         (["--dir", "/dev/null/x"], "cannot be used"),
-        (["--steps", "30000000"], "GB are needed"),
+        (["--steps", "3000000", "--save-every", "1"], "GB are needed"),
     ],
 )
 def test_wrong_options_are_told_in_one_line(
@@ -244,6 +245,18 @@ def test_wrong_options_are_told_in_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "saves"),
+    [(12, 3, [3, 6, 9, 12]), (3, 1, [1, 2, 3]), (13, 3, [3, 6, 9, 12, 13]), (7, 3, [3, 6, 7])],
+)
+def test_the_last_step_is_saved_and_the_save_before_it_fails(
+    steps: int, every: int, saves: list[int], tmp_path: Path
+) -> None:
+    plan = Plan("fsdp", 4, steps, every, tmp_path)
+    assert plan.saves == saves
+    assert [plan.resume_step, plan.kill_step] == saves[-3:-1]
 
 
 def test_an_earlier_demonstration_is_not_mixed_in(

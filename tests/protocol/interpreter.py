@@ -27,7 +27,6 @@ from groupio.protocol.controller import Controller
 from groupio.protocol.ledger import Ledger
 
 MIB = 1 << 20
-ORDERS = (fx.AdmitGroup, fx.StartCopy, fx.AbortGroup, fx.CloseGroup)
 ON_NODE = (
     fx.OpenArena,
     fx.CloseArena,
@@ -92,6 +91,7 @@ class Interpreter:
         self.clients: dict[str, Client] = {}
         self.contents: dict[tuple[str, int], str] = {}
         self.members: dict[tuple[str, int], list[fx.MemberSeat]] = {}
+        self.orders: list[fx.Effect] = []
         self.group = 0
         self.line: Lineage | None = None
         self.out: list[str] = []
@@ -138,9 +138,11 @@ class Interpreter:
             case fx.AdmitGroup(group=group):
                 self.group = group
                 self.members[effect.node, group] = list(effect.seats)
+                self.orders.append(effect)
                 self.machine(effect.node, effect)
             case fx.StartCopy() | fx.AbortGroup() | fx.CloseGroup():
                 self.machine(effect.node, effect)
+                self.orders.append(effect)
             case fx.CreateLineage(lineage=line):
                 self.line = line
             case fx.TellFailed(seat=seat):
@@ -156,6 +158,12 @@ class Interpreter:
     def do_again(self, line: Line) -> None:
         """The last event comes a second time."""
         self.queue.append(self.again)
+
+    def do_orders_again(self, line: Line) -> None:
+        """A node hears all its orders of the past a second time."""
+        for order in self.orders:
+            if not isinstance(order, fx.AdmitGroup) or order.group in self.controller.groups:
+                self.machine(order.node, order)
 
     def do_status(self, line: Line) -> None:
         reader = line.given.get("reader", "")
@@ -192,6 +200,7 @@ class Interpreter:
                 when_full=given.get("when-full", "wait"),
                 rewind_to=int(given["rewind"]) if "rewind" in given else None,
                 launch_id=given.get("launch"),
+                job=given.get("job"),
                 metadata={"note": given["note"]} if "note" in given else {},
             )
         )
@@ -253,7 +262,8 @@ class Interpreter:
         if (error := line.error()) is not None:
             self.machine(node, ev.JobFailed(group, error))
             return
-        words = {s.rank: self.contents[s.client, s.save_id] for s in self.members[node, group]}
+        seats = self.members.get((node, group), [])
+        words = {s.rank: self.contents[s.client, s.save_id] for s in seats}
         self.machine(node, ev.JobStored(group, report_of(node, words)))
 
     def do_idle(self, line: Line) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from model_ranks import FlushJob, Rank, Save
@@ -43,9 +43,7 @@ class World:
 
     def __init__(self, *, nodes: int = 1, budget: int = 64 << 20) -> None:
         self.controller = Controller()
-        self.machines = {
-            f"n{i}": AgentMachine(f"n{i}", Ledger(budget)) for i in range(nodes)
-        }
+        self.machines = {f"n{i}": AgentMachine(f"n{i}", Ledger(budget)) for i in range(nodes)}
         self.store = ModelStore()
         self.ranks: dict[str, Rank] = {}
         self.tasks: list[fx.Effect] = []
@@ -363,7 +361,7 @@ class World:
             )
         for ranges in spans.values():
             ranges.sort()
-            assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         held = {(e.arena, e.offset): e.use for e in ledger.extents}
         for (where, group), job in self.jobs.items():
             for wave in job.waves if where == node else ():

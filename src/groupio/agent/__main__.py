@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 
@@ -64,9 +65,11 @@ async def _serve(
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        # A second signal does not wait for the store any more.
         if driver.draining:
-            driver.quit()
+            # The store may hang, and threads in it cannot be ended: do not wait for them.
+            log.warning("a second signal: the agent ends at once, what is not durable is lost")
+            logging.shutdown()
+            os._exit(1)
         driver.do(lambda: driver.drain(abort_unstaged=True))
 
     for number in (signal.SIGTERM, signal.SIGINT):

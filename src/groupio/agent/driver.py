@@ -296,6 +296,7 @@ class Driver:
             job.answer = lambda e, job=job: self.post(  # type: ignore[misc]
                 lambda: self.tell_controller(job, e)
             )
+            job.controller.draining = self.draining
             self.jobs[path] = job
         return job
 

@@ -21,7 +21,7 @@ def check_control(plan: Plan, run: Run) -> Check:
     """The uninterrupted run took all steps and all its saves are durable."""
     finished = len(run.of("finished"))
     durable = {event["step"] for event in run.of("saved") if event["durable"] is not None}
-    wanted = set(range(plan.save_every, plan.steps + 1, plan.save_every))
+    wanted = set(plan.saves)
     return Check(
         "an uninterrupted run saves every epoch durably",
         run.returncode == 0 and finished == plan.ranks and durable == wanted,
@@ -66,7 +66,7 @@ def check_resumed(plan: Plan, run: Run) -> Check:
     """All ranks went on from the epoch before the one that failed, to the end."""
     steps = {event["step"] for event in run.of("resumed")}
     ranks = {event["rank"] for event in run.of("resumed")}
-    wanted = plan.kill_step - plan.save_every
+    wanted = plan.resume_step
     finished = len(run.of("finished"))
     return Check(
         f"the restarted job resumes from `latest`, step {wanted}, and finishes",

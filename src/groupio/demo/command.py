@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.parallel,
         options.ranks,
         options.steps,
-        options.save_every,
+        _save_every(options),
         folder,
         layers=options.layers,
         width=options.width,
@@ -65,13 +65,12 @@ def _problem(options: argparse.Namespace) -> str:
         return f"--layers {options.layers} --width {options.width}: the width is a multiple of 8"
     if options.ranks < 2:
         return f"--ranks {options.ranks}: at least 2, one of them is killed"
-    if options.save_every < 1 or options.steps < 3 * options.save_every:
+    every = _save_every(options)
+    if every < 1 or options.steps < 2 * every + 1:
         return (
-            f"--steps {options.steps} with --save-every {options.save_every}: give at least three "
-            "saves, one to resume from, one to fail, one to end with"
+            f"--steps {options.steps}, a save every {every}: give at least three saves, one to "
+            "resume from, one to fail, one to end with"
         )
-    if options.steps % options.save_every:
-        return f"--steps {options.steps} is no multiple of --save-every {options.save_every}"
     try:
         import torch.distributed
     except ImportError:
@@ -87,7 +86,7 @@ def _problem(options: argparse.Namespace) -> str:
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror}"
     # Both stores keep all their epochs; plain dcp.save is measured twice.
-    copies = 2 * (options.steps // options.save_every) + 2
+    copies = 2 * (options.steps // every + 1) + 2
     needed = copies * 3 * 4 * (12 * options.layers * options.width**2 + 600 * options.width)
     if free < needed:
         return (
@@ -95,6 +94,11 @@ def _problem(options: argparse.Namespace) -> str:
             "another --dir, or fewer saves"
         )
     return ""
+
+
+def _save_every(options: argparse.Namespace) -> int:
+    every: int | None = options.save_every
+    return max(1, options.steps // 4) if every is None else every
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parallel", choices=("fsdp", "ddp"), default="fsdp")
     parser.add_argument("--ranks", type=int, default=4, help="training processes (4)")
     parser.add_argument("--steps", type=int, default=12, help="training steps (12)")
-    parser.add_argument("--save-every", type=int, default=3, help="steps between saves (3)")
+    parser.add_argument("--save-every", type=int, help="steps between saves (a quarter)")
     parser.add_argument("--layers", type=int, default=8, help="layers of the GPT (8)")
     parser.add_argument("--width", type=int, default=512, help="width of the GPT (512)")
     parser.add_argument("--dir", help="folder for stores and report (a new one in the temp dir)")

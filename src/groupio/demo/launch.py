@@ -35,9 +35,19 @@ class Plan:
     """How long one run may take, in seconds, before it is stopped and counts as failed."""
 
     @property
+    def saves(self) -> list[int]:
+        """The steps that are saved, ascending: every ``save_every``-th and the last."""
+        return sorted({*range(self.save_every, self.steps, self.save_every), self.steps})
+
+    @property
     def kill_step(self) -> int:
         """The save in the middle of which a rank dies: the last but one."""
-        return (self.steps // self.save_every - 1) * self.save_every
+        return self.saves[-2]
+
+    @property
+    def resume_step(self) -> int:
+        """The save from which the job goes on after that: the one before."""
+        return self.saves[-3]
 
     @property
     def kill_rank(self) -> int:

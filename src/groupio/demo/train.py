@@ -146,7 +146,7 @@ def _train(
         begin = time.monotonic()
         loss = trainer.train_step()
         events.write("step", step=trainer.step, loss=loss, seconds=time.monotonic() - begin)
-        if trainer.step % options.save_every == 0:
+        if trainer.step % options.save_every == 0 or trainer.step == options.steps:
             handles.append(_save(trainer, options, events))
     for handle in handles:
         handle.wait("durable", timeout_s=DEADLINE_S)

@@ -4,8 +4,9 @@ All jobs of the node share one ledger. A group is admitted as a whole, before an
 order of arrival; a state larger than the budget goes through in waves. An extent is used again
 only after its writer acknowledged or its process is gone, never by time.
 
-Orders of one controller come in the order in which it gave them: its channel sees to that.
-Whatever comes twice, or too late, changes nothing.
+Orders of one controller come in the order in which it gave them: its channel sees to that. An
+order that comes again while its group lives, and any event that comes again or too late, changes
+nothing.
 """
 
 from __future__ import annotations

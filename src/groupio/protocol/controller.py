@@ -18,6 +18,7 @@ from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, HOLDS_MEMORY, Group, Phase
+from groupio.protocol.missed import Missed
 from groupio.protocol.waiting import WaitingRoom, refuse
 
 EPOCHS_IN_FLIGHT = 2
@@ -65,6 +66,7 @@ class Controller:
     _new_lineage: bool = False
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
+    missed: Missed = field(default_factory=Missed)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     _clients: dict[str, _Client] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -167,6 +169,9 @@ class Controller:
     def _on_drain(self, event: ev.Drain) -> list[fx.Effect]:
         self.draining = True
         effects = self.waiting.refuse(lambda opened: reasons.draining(opened.epoch))
+        # A group that is not complete would wait in vain: its other members are refused now.
+        incomplete = [g for g in self.groups.values() if g.phase is Phase.GATHERING]
+        effects += self._give_up(incomplete, lambda g: reasons.draining(g.epoch))
         if event.abort_unstaged:
             unstaged = [g for g in self.groups.values() if g.phase in BEFORE_STAGED]
             effects += self._give_up(unstaged, lambda g: reasons.stopped(g.epoch))
@@ -220,9 +225,12 @@ class Controller:
         if error is None and self._line_pending():
             return effects + self.waiting.enter(event, timer)
         error = error or self._stale(event.epoch) or self._lost_peer(event)
+        group = self._gathering(event)
+        if group is None and error is None:
+            error = self.missed.tell(event)
         if error is not None:
             return effects + refuse(event, timer, error)
-        group = self._gathering(event) or self._new_group(event)
+        group = group or self._new_group(event)
         return effects + group.join(event, timer) + self._advance(group)
 
     def _line_pending(self) -> bool:
@@ -346,6 +354,7 @@ class Controller:
         effects = self._give_up(
             unstaged, lambda g: reasons.new_incarnation(g.epoch, event.rank, why)
         )
+        self.missed.forget()
         if line is not None:
             self._new_lineage = True
             effects.append(fx.CreateLineage(line))
@@ -426,6 +435,7 @@ class Controller:
         return self._admit_next() + self._prepare_next()
 
     def _note_done(self, group: Group) -> None:
+        self.missed.note(group)
         if not group.published:
             return  # nobody saw the attempt: its number is free
         assert group.key is not None

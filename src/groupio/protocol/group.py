@@ -84,6 +84,8 @@ class Group:
     """The name of this group's timer: its own, or the one under which its first member waited."""
     published: bool = False
     """The attempt is visible in the store, and its number is used up."""
+    error: GroupIOError | None = None
+    """Why the group was given up."""
     overruled: bool = False
     """Another controller decided the attempt: it knows more of the store than this one."""
     _admitted: set[str] = field(default_factory=set)
@@ -92,7 +94,6 @@ class Group:
     _busy: set[str] = field(default_factory=set)
     _maybe_prepared: bool = False
     _retrying: bool = False
-    _error: GroupIOError | None = None
     _tries: int = 0
 
     # -- questions ---------------------------------------------------------
@@ -316,7 +317,7 @@ class Group:
         """Give the group up with this error; later reasons do not replace the first."""
         if self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING, Phase.DECIDING, Phase.DONE):
             return []
-        self._error = error
+        self.error = error
         effects: list[fx.Effect] = [fx.StopTimer(self.timer)]
         if self.phase in (Phase.GATHERING, Phase.QUEUED):
             return effects + self._failed(delete=False)
@@ -335,7 +336,7 @@ class Group:
 
     def _decide_abort(self) -> list[fx.Effect]:
         assert self.key is not None
-        assert self._error is not None
+        assert self.error is not None
         self._tries += 1
         return [
             fx.Decide(
@@ -343,8 +344,8 @@ class Group:
                 self.key,
                 False,
                 self.incarnation,
-                self._error.message,
-                reasons.causes(self._error),
+                self.error.message,
+                reasons.causes(self.error),
                 drop_segments_if_full=not self._maybe_prepared,
             )
         ]
@@ -361,12 +362,12 @@ class Group:
         return self._overruled(event)
 
     def _on_abort_decided(self, event: ev.Decided) -> list[fx.Effect]:
-        assert self._error is not None
+        assert self.error is not None
         if self._retrying:
             return []
         if event.error is not None:
             if self._tries == DECIDE_TRIES:
-                return self._unknown(self._error)
+                return self._unknown(self.error)
             self._retrying = True
             return [fx.StartTimer(self.timer, DECIDE_BACKOFF_S * 2 ** (self._tries - 1))]
         # A commit may stand here when another controller found a record that this one prepared.
@@ -376,12 +377,12 @@ class Group:
         """Another controller decided this attempt."""
         assert self.key is not None
         self.overruled = True
-        self._error = reasons.overruled(self.key, committed=event.committed)
+        self.error = reasons.overruled(self.key, committed=event.committed)
         return self._failed(delete=not event.committed)
 
     def _unknown(self, error: GroupIOError) -> list[fx.Effect]:
         # A copy: the same error may have been told to others, of whom more is known.
-        self._error = copy.copy(error).with_outcome(Outcome.UNKNOWN)
+        self.error = copy.copy(error).with_outcome(Outcome.UNKNOWN)
         self.outcome = Outcome.UNKNOWN
         return self._failed(delete=False)
 
@@ -403,14 +404,14 @@ class Group:
         return effects
 
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
-        assert self._error is not None
+        assert self.error is not None
         if self.key is not None and not self.store:
             # The epoch stands, whatever became of this comparison with it.
-            self._error = copy.copy(self._error).with_outcome(Outcome.COMMITTED)
+            self.error = copy.copy(self.error).with_outcome(Outcome.COMMITTED)
         had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)
         self.phase = Phase.DONE
         effects: list[fx.Effect] = [
-            fx.TellFailed(seat.seat, self._error) for seat in self.seats.values()
+            fx.TellFailed(seat.seat, self.error) for seat in self.seats.values()
         ]
         if had_memory:
             effects += [

@@ -9,6 +9,7 @@ from groupio.errors import (
     AgentLost,
     EpochConflict,
     GroupAborted,
+    GroupIOError,
     GroupTimeout,
     InvalidInput,
     LateMember,
@@ -75,7 +76,7 @@ def draining(epoch: int) -> AgentLost:
 def crowded(epoch: int, waiting: int) -> StorageError:
     """Too many opens wait for the store already."""
     return StorageError(
-        f"The store did not answer yet and {waiting} saves wait for it, so epoch {epoch} is not "
+        f"The store did not answer yet and {waiting} save(s) wait for it, so epoch {epoch} is not "
         "taken; look at the store, then save again."
     )
 
@@ -157,12 +158,19 @@ def disagreement(name: str, a: ev.MemberOpened, b: ev.MemberOpened) -> InvalidIn
 
 def overdue(epoch: int, limit_s: float, what: str, missing: tuple[int, ...]) -> GroupTimeout:
     """The deadline passed; ``what`` says what the group waited for."""
+    advice = "Look at the named ranks, or give" if missing else "Give"
     return GroupTimeout(
-        f"Epoch {epoch} was not staged within {limit_s:g} s: {what}. Look at the named ranks, or "
-        "give a longer deadline_s.",
+        f"Epoch {epoch} was not staged within {limit_s:g} s: {what}. {advice} a longer deadline_s.",
         missing=missing,
         epoch=epoch,
     )
+
+
+def missed(rank: int, error: GroupIOError) -> GroupIOError:
+    """A member came after its group was given up; ``error`` is what the others were told."""
+    if not isinstance(error, GroupTimeout):
+        return error
+    return LateMember(f"Rank {rank} came too late. {error.message}", member=rank, epoch=error.epoch)
 
 
 def gave_up(epoch: int, rank: int, why: str) -> GroupAborted:

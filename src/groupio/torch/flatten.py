@@ -33,6 +33,8 @@ STRUCTURE_VERSION = 1
 KEY_TYPES = (str, int, bool, float, bytes, type(None))
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, list, tuple)
 
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
 _OPEN = {"dict": "{", "odict": "{o", "list": "[", "tuple": "("}
 _KINDS = {token: kind for kind, token in _OPEN.items()}
 _LEAF = "="
@@ -187,9 +189,12 @@ def _branch(path: Path, value: Any) -> Branch:
     branch = Branch(path, kind, value=value)
     for part, child in items:
         below = (*path, part)
-        branch.children[part.key] = (
-            _branch(below, child) if _is_branch(below, child) else _leaf(below, child)
-        )
+        node: Branch | Leaf
+        if isinstance(child, torch.Tensor):  # first: there are many, and the other checks are slow
+            node = Leaf(below, child)
+        else:
+            node = _branch(below, child) if _is_branch(below, child) else _leaf(below, child)
+        branch.children[part.key] = node
     return branch
 
 
@@ -210,14 +215,16 @@ def _holds_parts(path: Path, values: Sequence[Any], depth: int) -> bool:
             "itself"
         )
     return any(
-        isinstance(value, Mapping | torch.Tensor)
+        isinstance(value, torch.Tensor)
         or (isinstance(value, list | tuple) and _holds_parts(path, value, depth + 1))
+        or isinstance(value, Mapping)
         for value in values
+        if type(value) not in _ATOMS
     )
 
 
 def _leaf(path: Path, value: Any) -> Leaf:
-    known = isinstance(value, torch.Tensor | np.ndarray | np.generic)
+    known = isinstance(value, np.ndarray | np.generic)
     if not known and type(value) not in PLAIN_TYPES:
         raise InvalidInput(
             f"the value at {path_text(path)} of the state dict is a {type_text(value)}, which "
