@@ -256,7 +256,9 @@ class Channel:
         """End the connection for both sides; descriptors that nobody took are closed."""
         with contextlib.suppress(OSError):  # the peer may have closed it already
             self._sock.shutdown(socket.SHUT_RDWR)
-        self.abandon()
+        # Another thread may be sending: the shutdown has ended its wait.
+        with self._send_lock:
+            self.abandon()
 
     def abandon(self) -> None:
         """Close this process's copy only: in a forked child the parent's stays connected."""

@@ -138,6 +138,15 @@ def fail_forever(call: Call, error: str, calls: Sequence[Call]) -> list[str]:
     return _inject(call, f"error={error}", f"{call.number_of_all}+", list(names))
 
 
+def threads_hit(call: Call, calls: Sequence[Call]) -> int:
+    """In how many threads :func:`fail_once` lets a call fail."""
+    counts: dict[str, int] = {}
+    for one in calls:
+        if one.name == call.name and call.selector in one.paths:
+            counts[one.thread] = counts.get(one.thread, 0) + 1
+    return sum(count >= call.number for count in counts.values())
+
+
 def _inject(call: Call, what: str, when: str, paths: Sequence[str]) -> list[str]:
     options = ["-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={when}"]
     return [*options, *(part for path in paths for part in ("-P", path))]

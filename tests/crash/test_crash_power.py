@@ -31,11 +31,11 @@ def server() -> Iterator[ForkServer]:
 
 
 def cut_after_each_ack(
-    server: ForkServer, disk: LoopDisk, where: Path, script: Script
+    server: ForkServer, disk: LoopDisk, store: Path, script: Script
 ) -> list[tuple[History, Path]]:
     """Run a script; at once after each acknowledged epoch, copy the disk."""
     cuts: list[tuple[History, Path]] = []
-    run = server.start(script, where / "runs" / "store", disk.folder / "runtime")
+    run = server.start(script, store, disk.folder / "runtime")
     run.go()
     while (line := run.next(30)) is not None:
         acked = [one for one in run.told if "acked" in one]
@@ -52,7 +52,7 @@ def cut_after_each_ack(
 def test_power_cut_right_after_the_ack(server: ForkServer, disk: LoopDisk) -> None:
     script = Script(saves(*range(1, CUTS_AFTER_ACKS + 1)), pause=True)
     with disk.mounted() as where:
-        cuts = cut_after_each_ack(server, disk, where, script)
+        cuts = cut_after_each_ack(server, disk, where / "runs" / "store", script)
     assert len(cuts) == CUTS_AFTER_ACKS
     for number, (history, image) in enumerate(cuts, 1):
         with disk.after(image) as where:
@@ -64,7 +64,7 @@ def test_power_cut_right_after_the_ack(server: ForkServer, disk: LoopDisk) -> No
 def test_a_missing_flush_is_noticed(server: ForkServer, disk: LoopDisk, guard: str) -> None:
     script = Script(saves(1, 2, 3), guard=guard, pause=True)
     with disk.mounted() as where:
-        cuts = cut_after_each_ack(server, disk, where, script)
+        cuts = cut_after_each_ack(server, disk, where / "runs" / "store", script)
     lost = 0
     for history, image in cuts:
         with disk.after(image) as where:
@@ -117,6 +117,31 @@ def test_power_cut_at_system_calls(server: ForkServer, disk: LoopDisk) -> None:
         step = len(calls) / CUTS_AT_CALLS
         for number in range(CUTS_AT_CALLS):
             cut_at_call(server, disk, where, calls[int((number + 0.5) * step)])
+
+
+def test_what_a_killed_agent_decided_is_durable_before_the_next_acks_it(
+    server: ForkServer, disk: LoopDisk
+) -> None:
+    """The decision had its name and was not flushed; the same content again is only compared."""
+    script, runtime, log = Script(saves(2)), disk.folder / "runtime", disk.folder / "strace.log"
+    with disk.mounted() as where:
+        store = where / "store"
+        server.play(Script(saves(1)), store, runtime)
+        options = ["-e", "trace=fsync", "-P", str(store / "epochs")]
+        # The first is that of recovery, the second that of the decision.
+        options += ["-e", "inject=fsync:signal=SIGKILL:when=2"]
+        run = server.start(script, store, runtime)
+        with attached(run.pid, log, options):
+            run.go()
+            assert run.finish() == []
+        assert server.status(run) == -signal.SIGKILL
+        assert len(list((store / "epochs").iterdir())) == 2
+        ((history, image),) = cut_after_each_ack(
+            server, disk, store, Script(script.steps, pause=True)
+        )
+    history.add(Script(saves(1)), [])
+    with disk.after(image) as where:
+        assert check(where / "store", history, powerless=True) == 2
 
 
 @pytest.mark.proof

@@ -169,3 +169,20 @@ def test_runtime_directory_of_somebody_else_is_refused(make_node: Any, tmp_path:
     one = node.rank(0, 1, tmp_path / "store")
     error = from_wire(one.ask("save", epoch=1, items=data(1))["error"])
     assert "can be written by others" in error.message
+
+
+def test_first_save_into_a_directory_that_exists(node: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    ranks = node.world(2, store)
+    assert os.listdir(store) == []
+    save_all(ranks, 1, lambda r: r)
+    ranks[0].ask("load", expect=data(0))
+
+
+def test_a_closed_client_does_not_keep_the_agent(node: Any, tmp_path: Path) -> None:
+    one = node.rank(0, 1, tmp_path / "store")
+    save_all([one], 1, lambda r: r)
+    one.ask("close")
+    node.wait_agent_gone(10)
+    assert one.process.poll() is None

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-import torch
 from groupio.errors import FormatError, InvalidInput
 from groupio.torch.flatten import (
     RESERVED,

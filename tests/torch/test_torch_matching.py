@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 import torch
+
 from groupio.client.values import prepare
 from groupio.errors import InvalidInput
 from groupio.torch.flatten import STRUCTURE, decode_structure, encode_structure, flatten

@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 import groupio.torch as gt
-import torch
 from groupio.client.arena import Lease, lease_at
 from groupio.client.sources import DEVICE_COPIES
 from groupio.torch.pinned import CudaCopies, Pins

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import groupio
 import groupio.torch as gt
-import torch
 from groupio.errors import (
     FormatError,
     IntegrityError,

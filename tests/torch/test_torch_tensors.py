@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import torch
 from groupio.errors import InvalidInput
 from groupio.torch.flatten import Step
 from groupio.torch.tensors import STORED_DTYPES, local_part, overlaps_itself

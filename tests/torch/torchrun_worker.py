@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groupio
 import groupio.torch as gt
-import torch
 from groupio.torch.tensors import as_integers
 
 WAIT_S = 60.0

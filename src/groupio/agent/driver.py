@@ -131,10 +131,11 @@ class Driver:
             return  # the threads are ending already
         self._loop.call_later(STOP_POLL_S, self._look_around)
         for path, job in list(self.jobs.items()):
-            if job.idle and not any(p.job is job for p in self.peers.values()):
+            if job.idle and not any(p.job is job and p.connected for p in self.peers.values()):
                 del self.jobs[path]
                 self._populating.submit(job.end)
-        if not self.idle or (self.clients and not self.draining):
+        served = any(peer.connected for peer in self.clients.values())
+        if not self.idle or (served and not self.draining):
             self._idle_since = None
             return
         now = time.monotonic()

@@ -47,6 +47,10 @@ def recover(
 
     Raises StorageError when another living agent of this node does not decide its attempt in time.
     """
+    # What a killed agent decided and did not flush could still be lost; others are about to act
+    # on it.
+    for folder in ("epochs", "lineages"):
+        backend.sync_folder(folder, force=True)
     committed, aborted, incarnation = _decisions(backend)
     decided = {c.key for c in committed} | set(aborted)
     segments = _segments(backend)
@@ -207,7 +211,7 @@ def _complete(backend: PosixBackend, key: DecisionKey) -> ev.CommittedEpoch | No
     except (IntegrityError, FormatError, NotFound) as error:
         log.warning("the prepared record of %s is refused: %s", key, error)
         return None
-    backend.sync_folder("segments")
+    backend.sync_folder("segments", force=True)
     if not backend.commit_prepared(key):
         return None
     log.info("completed epoch %d, prepared by an earlier agent", key.epoch)

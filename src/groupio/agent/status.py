@@ -40,10 +40,9 @@ def status(driver: Driver) -> dict[str, Any]:
                 "rank": peer.hello.rank,
                 "world_size": peer.hello.world_size,
                 "store": peer.hello.store,
-                "connected": peer.connected,
             }
             for peer in driver.clients.values()
-            if peer.hello is not None
+            if peer.hello is not None and peer.connected
         ],
     }
 

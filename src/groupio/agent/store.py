@@ -55,6 +55,8 @@ class JobStore:
     lease_bytes: dict[int, int] = field(default_factory=dict)
     """What each rank's lease took in the newest epoch found at opening."""
     _backend: PosixBackend | None = None
+    _complete: bool = False
+    """The backend was opened to write: all its folders are there."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
 
     @property
@@ -64,7 +66,10 @@ class JobStore:
         return self._backend
 
     def open(self, held: Sequence[DecisionKey], *, create: bool = True) -> ev.StoreState:
-        """Open (and with ``create`` make) the store, decide what is undecided, list the rest."""
+        """Open (and with ``create`` make) the store, decide what is undecided, list the rest.
+
+        NotFound, and nothing is written, when there is no store and ``create`` is not set.
+        """
         if self._backend is not None:
             try:
                 self._backend.check_identity()
@@ -73,9 +78,21 @@ class JobStore:
                     raise
                 log.warning("opening %s anew: %s", self.path, error)
                 self.close()
+        if create and not self._complete and not held:
+            self.close()
+        self._renew()
         if self._backend is None:
             self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
-        record = self._backend.ensure_store_record(self.job)
+            self._complete = create
+        try:
+            record = (
+                self._backend.ensure_store_record(self.job)
+                if create
+                else self._backend.store_record()
+            )
+        except NotFound:
+            self.close()
+            raise
         self.job = record.job
         self._backend.remove_temporary(TEMPORARY_AGE_S)
         state = recover(self._backend, self.writer, record.job, frozenset(held))
@@ -87,6 +104,20 @@ class JobStore:
     def check_identity(self) -> None:
         """Raise StorageError when another file system or directory is at the path now."""
         self.backend.check_identity()
+
+    def _renew(self) -> None:
+        """After a failed flush of a directory, go on with new descriptors.
+
+        Whoever still writes through the old ones fails, as it must; they are closed with their
+        last user.
+        """
+        if self._backend is None or self._backend.is_sound:
+            return
+        log.warning("opening %s anew after a failed flush", self.path)
+        self._backend.check_identity()
+        self._backend = PosixBackend.open(
+            self.path, create=self._complete, file_mode=self.file_mode
+        )
 
     def _learn(self, state: ev.StoreState) -> None:
         """Index the chunks of the newest epoch, to which the next ones may refer."""
@@ -125,6 +156,7 @@ class JobStore:
 
     def publish(self, effect: fx.PublishInflight) -> None:
         """Make the attempt visible; an interrupted one of the same number is replaced."""
+        self._renew()
         self.check_identity()
         record = InflightRecord(
             key=effect.key,
@@ -198,6 +230,7 @@ class JobStore:
     def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
         """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
         key = effect.key
+        self._renew()
         if effect.commit:
             if self.backend.commit_prepared(key):
                 manifest = self._prepared.pop(key, None)

@@ -229,11 +229,11 @@ class Backend(Protocol):
         """A new, empty segment; StorageError (EEXIST) when the name is taken."""
         ...
 
-    def sync_folder(self, folder: str) -> None:
+    def sync_folder(self, folder: str, *, force: bool = False) -> None:
         """Make the names that this object created in ``folder`` so far durable.
 
         Costs nothing when they are already. A segment's name may be made durable while its
-        bytes are still being written.
+        bytes are still being written. ``force`` makes names durable that others created.
         """
         ...
 

@@ -75,6 +75,11 @@ class Folder:
         self._durable = 0
         self._failed: int | None = None
 
+    @property
+    def is_sound(self) -> bool:
+        """No flush of the directory has failed."""
+        return self._failed is None
+
     def entry_made(self) -> None:
         """Note a new or changed entry."""
         with self._lock:
@@ -111,6 +116,10 @@ class Folder:
         if self.fd >= 0:
             close_quietly(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        # A backend that was given up after a failed flush is closed by its last user.
+        self.close()
 
 
 def open_folder(parent: Folder, name: str) -> Folder:

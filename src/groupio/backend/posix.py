@@ -318,13 +318,22 @@ class PosixBackend(PosixTree):
         """A new, empty segment; StorageError (EEXIST) when the name is taken."""
         return PosixSegment(self._writable(SEGMENTS), check_name(name), self._modes)
 
-    def sync_folder(self, folder: str) -> None:
+    def sync_folder(self, folder: str, *, force: bool = False) -> None:
         """Make the names that this object created in ``folder`` so far durable.
 
         Costs nothing when they are already. A segment's name may be made durable while its
         bytes are still being written, which takes this flush off the way to the commit.
+        ``force`` makes names durable that others created.
         """
-        self._writable(folder).sync()
+        self._writable(folder).sync(force=force)
+
+    @property
+    def is_sound(self) -> bool:
+        """No flush of a directory has failed; after one, every later flush of it fails too.
+
+        Open the store anew then: a flush through new descriptors tells the truth again.
+        """
+        return all(folder.is_sound for folder in self._folders.values())
 
     def remove_temporary(self, older_than_s: float) -> int:
         """Remove unfinished records that killed writers left; how many there were.

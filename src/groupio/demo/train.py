@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import groupio
 import groupio.torch
-import torch
 from groupio.client.handle import SaveHandle
 from groupio.demo.baseline import measure_dcp
 from groupio.demo.data import Batches, read_text

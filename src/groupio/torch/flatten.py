@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-
 import torch
+
 from groupio.errors import FormatError, InvalidInput
 
 RESERVED = "groupio:"

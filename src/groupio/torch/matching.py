@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
 from groupio.errors import InvalidInput, StateMismatch
 from groupio.model import ItemKind, ItemSpec
 from groupio.torch.flatten import Branch, Leaf, flatten, path_text

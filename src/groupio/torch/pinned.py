@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from groupio.client.arena import Lease, lease_at
 from groupio.client.sources import DEVICE_COPIES
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-import torch
 from groupio.client.handle import SaveHandle
 from groupio.client.values import Part
 from groupio.errors import InvalidInput

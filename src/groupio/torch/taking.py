@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+
 from groupio.client.store_reader import StoreReader
 from groupio.errors import IntegrityError
 from groupio.format.manifest import ManifestReader

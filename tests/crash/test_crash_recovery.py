@@ -1,0 +1,117 @@
+"""What the crash tests found once, each as small as it can be."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from groupio.agent.arena import MemberArena
+from groupio.agent.identity import Writer
+from groupio.agent.store import JobStore
+from groupio.errors import StorageError
+from groupio.model import DecisionKey
+from groupio.protocol import effects as fx
+
+WRITER = Writer("boot", 1, 1, "host")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    made = JobStore(str(tmp_path / "store"), "job", "node", WRITER)
+    made.open(())
+    yield made
+    made.close()
+
+
+def begin(store: JobStore, epoch: int, incarnation: int = 1) -> DecisionKey:
+    key = DecisionKey(1, epoch, 1)
+    store.publish(fx.PublishInflight(1, key, incarnation, 2))
+    return key
+
+
+def abort(store: JobStore, key: DecisionKey) -> tuple[bool, bool]:
+    return store.decide(fx.Decide(1, key, False, 1, "why not", (), False))
+
+
+def fail_fsync(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The next flush of ``folder`` fails, later ones do not."""
+    real, identity = os.fsync, os.stat(folder)
+
+    def fsync(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), identity):
+            monkeypatch.setattr(os, "fsync", real)
+            raise OSError(errno.EIO, "once")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_an_incarnation_that_only_aborted_is_not_used_again(store: JobStore) -> None:
+    begin(store, 5, incarnation=7)
+    for _ in range(2):  # the first recovery aborts it, the second one finds the abort
+        other = JobStore(store.path, "job", "node", WRITER)
+        assert other.open(()).incarnation == 7
+        other.close()
+
+
+def test_one_failed_flush_of_a_directory_is_not_the_end(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begin(store, 1)
+    fail_fsync(monkeypatch, Path(store.path) / "epochs")
+    before = store.backend
+    with pytest.raises(StorageError) as caught:
+        abort(store, first)
+    assert caught.value.outcome == "unknown"
+    # Whoever still uses the old descriptors must not believe in a later flush.
+    assert not before.is_sound
+    with pytest.raises(StorageError, match="earlier flush"):
+        before.sync_folder("epochs", force=True)
+    assert abort(store, first) == (False, False)
+    assert abort(store, begin(store, 2)) == (False, True)
+    assert store.backend.is_sound
+
+
+def test_descriptors_of_a_store_that_was_opened_anew_are_closed(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    begin(store, 1)
+    count = descriptors()
+    for epoch in range(2, 6):
+        fail_fsync(monkeypatch, Path(store.path) / "segments")
+        with pytest.raises(StorageError):
+            store.backend.sync_folder("segments", force=True)
+        begin(store, epoch)
+    assert descriptors() <= count + 1
+
+
+def test_an_arena_that_is_closed_while_it_is_filled_fills_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = MemberArena()
+    arena.map(0, 4096)
+    victim = tmp_path / "victim"
+    real = os.posix_fallocate
+
+    def late(fd: int, offset: int, length: int) -> None:
+        number = arena.fd
+        arena.close()
+        file = os.open(victim, os.O_RDWR | os.O_CREAT)
+        if file != number:
+            os.dup2(file, number)
+            os.close(file)
+        try:
+            real(fd, offset, length)
+        finally:
+            os.close(number)
+
+    monkeypatch.setattr(os, "posix_fallocate", late)
+    arena.populate(0, 4096)
+    assert victim.stat().st_size == 0
