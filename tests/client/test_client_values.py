@@ -256,7 +256,10 @@ def test_any_cut_of_any_view_copies_the_same_bytes(data: st.DataObject) -> None:
         assert target.raw == expected[lo:hi] + bytes(8)
 
 
-def test_a_wave_gets_exactly_its_chunks_and_a_copy_can_be_called_off() -> None:
+def test_a_wave_gets_exactly_its_chunks_and_a_copy_can_be_called_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("groupio.client.copying.PIECE_BYTES", 16 << 20)
     value = np.random.default_rng(0).integers(0, 255, (40, 999_983), np.uint8)
     out = Packer().pack({"a": value, "b": value[:3] + 1, "c": 5}, ())
     planned = waves(out.layout, 3 * CHUNK_BYTES)

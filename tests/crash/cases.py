@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forkserver import ForkServer
 from oracle import History, check
-from stracing import Call, attached, kill_at, read_calls, trace_options
+from store_calls import Call, kill_at, read_calls, trace_options
+from stracing import attached
 from whole_path import WORLD, Script, Step, saves
 
 from groupio.agent.identity import Writer
@@ -20,6 +23,11 @@ from groupio.agent.store import JobStore
 from groupio.format.records import segment_name
 from groupio.model import DecisionKey
 from groupio.protocol import effects as fx
+
+WORKERS = 2
+"""Runs at the same time: most of the time a run waits for strace or the disk."""
+
+T = TypeVar("T")
 
 FIRST = Script(
     (*saves(1, 2), Step(3, diverge=True), Step(3), Step(3), Step(4)),
@@ -113,9 +121,7 @@ def leave_unfinished(case: Case) -> None:
     case.history.add(case.script, told)
     case.disk.rename(case.template)
     case.script = Script(saves(2))
-    decision = [
-        call for call in case.learn() if call.name == "linkat" and "/epochs>" in call.text
-    ]
+    decision = [call for call in case.learn() if call.name == "linkat" and "/epochs>" in call.text]
     told, code = case.run(kill_at(decision[-1]))
     assert (told, code) == ([], -9)
     case.history.add(case.script, told)
@@ -141,6 +147,7 @@ def begin(store: Path, epoch: int) -> None:
 
 def make(name: str, server: ForkServer, folder: Path) -> Case:
     """The case "first", "resume" or "rewind", with its calls learnt."""
+    folder.mkdir()
     case = Case(server, folder, FIRST)
     if name == "resume":
         leave_unfinished(case)
@@ -154,3 +161,35 @@ def make(name: str, server: ForkServer, folder: Path) -> Case:
         case.script, case.lineage = REWIND, 2
     case.learn()
     return case
+
+
+@contextmanager
+def fork_servers() -> Iterator[list[ForkServer]]:
+    """One for each worker."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(ForkServer()) for _ in range(WORKERS)]
+
+
+def share(
+    servers: Sequence[ForkServer],
+    name: str,
+    folder: Path,
+    choose: Callable[[Sequence[Call]], Sequence[T]],
+    act: Callable[[Case, T], None],
+) -> int:
+    """Do ``act`` for all that ``choose`` picks of a case's calls; how many that were.
+
+    Each worker has a store of its own and takes its share; their runs make the same calls.
+    """
+
+    def work(number: int) -> int:
+        case = make(name, servers[number], folder / str(number))
+        chosen = choose(case.calls)
+        for item in chosen[number :: len(servers)]:
+            act(case, item)
+        return len(chosen)
+
+    with ThreadPoolExecutor(len(servers)) as pool:
+        counts = set(pool.map(work, range(len(servers))))
+    assert len(counts) == 1, f"the runs differ: {counts}"
+    return counts.pop()

@@ -1,18 +1,15 @@
 """Kill a process, or fail it, at any one of the system calls by which it touches a store.
 
-A first run under strace lists the calls after a marker; further runs repeat it and inject a signal
-or an error at one of them. The process must do the same each time. strace is attached while the
-process waits at the marker, so that what came before, which varies, neither counts nor is hit. It
-counts for each thread by itself, so a call is told by its name, a path that it names and its number
-among the calls of its thread with that name and path.
+A first run under strace lists the calls; further runs repeat it and inject a signal or an error at
+one of them. The process must do the same to the store each time, whatever its threads do besides.
+strace counts for each thread by itself, so a call is told by its name, a path that it names and
+its number among the calls of its thread with that name and path.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +112,7 @@ def _is_under(path: str, store: str) -> bool:
 
 
 def trace_options() -> list[str]:
-    """Options for :func:`attached` that log all calls on a store."""
+    """Options for :func:`stracing.attached` that log all calls on a store."""
     return ["-y", "-s", "256", "-e", "trace=" + ",".join(STORE_CALLS)]
 
 
@@ -150,22 +147,3 @@ def threads_hit(call: Call, calls: Sequence[Call]) -> int:
 def _inject(call: Call, what: str, when: str, paths: Sequence[str]) -> list[str]:
     options = ["-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={when}"]
     return [*options, *(part for path in paths for part in ("-P", path))]
-
-
-@contextmanager
-def attached(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
-    """Trace the process ``pid`` and all its threads from now on, until it ends.
-
-    The process has to end inside the block.
-    """
-    command = ["strace", "-f", "-p", str(pid), "-o", str(log), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
-        assert tracer.stderr is not None
-        said = ""
-        while "attached" not in said:
-            line = tracer.stderr.readline()
-            said += line
-            if not line:
-                raise RuntimeError(f"strace cannot attach to process {pid}: {said}")
-        yield
-        tracer.wait(timeout=30)

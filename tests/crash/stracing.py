@@ -1,155 +1,73 @@
-"""Kill a process, or fail it, at any one of the system calls by which it touches a store.
+"""Kill a program, or fail it, at any one of its system calls.
 
-A first run under strace lists the calls after a marker; further runs repeat it and inject a signal
-or an error at one of them. The process must do the same each time. strace is attached while the
-process waits at the marker, so that what came before, which varies, neither counts nor is hit. It
-counts for each thread by itself, so a call is told by its name, a path that it names and its number
-among the calls of its thread with that name and path.
+A first run under strace counts the calls after a marker; further runs repeat it and inject a
+signal or an error at the n-th call of one kind. The program must do the same calls each time.
+strace is attached while the program waits at the marker, so that what the interpreter does
+before, which varies, neither counts nor is hit.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-CHANGES = frozenset(
-    (
-        *("pwrite64", "pwritev", "pwritev2", "write", "fsync", "fdatasync", "sync_file_range"),
-        *("link", "linkat", "rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir"),
-        *("mkdir", "mkdirat", "ftruncate", "fallocate", "fchmod", "fchmodat", "chmod"),
-    )
+COMMIT_CALLS = (
+    *("openat", "pwrite64", "pwritev", "pwritev2", "fsync", "fdatasync", "close", "fcntl"),
+    *("?link", "linkat", "?rename", "?renameat", "renameat2", "?unlink", "unlinkat"),
+    *("?mkdir", "mkdirat", "ftruncate", "fallocate", "?newfstatat", "fstat"),
 )
-"""Calls that change what is on the disk; ``openat`` does with O_CREAT."""
+"""Every kind of call by which a save changes a disk, or learns of it."""
 
-_LOOKS = (
-    *("openat", "close", "fcntl", "newfstatat", "fstat", "statfs", "fstatfs", "getdents64"),
-    *("pread64", "preadv", "preadv2", "read", "lseek", "fadvise64"),
-)
-
-STORE_CALLS = tuple(f"?{name}" for name in (*sorted(CHANGES), *_LOOKS))
-"""All kinds of calls that a save, a recovery or a load makes on a store."""
-
-_DATA_CALLS = (
-    *("write", "pwrite64", "pwritev", "pwritev2"),
-    *("read", "pread64", "preadv", "preadv2", "getdents64"),
-)
-
-_LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
-_DESCRIPTOR = re.compile(r"\b(?:\d+|AT_FDCWD)<([^<>]*)>")
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_RESULT = re.compile(r"\) += .*$")
+_LINE = re.compile(r"^(\d+ +)?(\w+)\((.*)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One system call on the store.
+    """One system call: the ``number``-th of its ``name`` in its thread after the marker."""
 
-    ``text`` is its line without the result. ``paths`` are the paths of its descriptors and then
-    its path arguments, ``selector`` is the most special of them, ``number`` counts the calls of
-    this name in this thread that have the selector; ``number_of_all`` counts those on the store.
-    """
-
-    thread: str
     name: str
+    number: int
     text: str
-    paths: tuple[str, ...]
-    selector: str
-    number: int = 0
-    number_of_all: int = 0
-
-    @property
-    def changes(self) -> bool:
-        """The call changes the disk."""
-        return self.name in CHANGES or "O_CREAT" in self.text
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.text[:160]}"
 
 
-def read_calls(log: Path, store: Path) -> list[Call]:
-    """The calls in a log of ``strace -f -y`` that touch ``store``, in order."""
-    found: list[Call] = []
-    counts: dict[tuple[str, ...], int] = {}
-    for line in log.read_text(errors="replace").splitlines():
-        call = _parse(line, str(store))
-        if call is not None:
-            # Every call counts for each of its paths, as it does for strace.
-            for path in dict.fromkeys(call.paths):
-                key = call.thread, call.name, path
-                counts[key] = counts.get(key, 0) + 1
-            key = call.thread, call.name
-            counts[key] = counts.get(key, 0) + 1
-            number = counts[call.thread, call.name, call.selector]
-            found.append(
-                Call(
-                    *(call.thread, call.name, call.text, call.paths, call.selector),
-                    *(number, counts[key]),
-                )
-            )
-    return found
+def mark() -> None:
+    """Begin the part of the program that is traced: tell the tracer, wait for its line."""
+    print(json.dumps({"marked": os.getpid()}), flush=True)
+    sys.stdin.readline()
 
 
-def _parse(line: str, store: str) -> Call | None:
-    match = _LINE.match(line)
-    if match is None:
-        return None
-    thread, name, text = match.groups()
-    text = _RESULT.sub("", text)
-    # Of a read or write the data shows in quotes too; the descriptor alone tells the path.
-    where = text.partition(",")[0] if name in _DATA_CALLS else text
-    descriptors = _DESCRIPTOR.findall(where)
-    arguments = [path for path in _QUOTED.findall(where) if path and path != "."]
-    paths = [path for path in descriptors if _is_under(path, store)]
-    if not paths and not any(_is_under(path, store) for path in arguments):
-        return None
-    paths += arguments
-    return Call(thread, name, text, tuple(paths), arguments[0] if arguments else paths[0])
+def calls(
+    command: Sequence[str], log: Path, names: Sequence[str] = COMMIT_CALLS, timeout_s: float = 60
+) -> tuple[subprocess.CompletedProcess[str], list[Call]]:
+    """Run ``command``; its result and the calls it made after the marker, in order.
 
-
-def _is_under(path: str, store: str) -> bool:
-    return path == store or path.startswith(store + "/")
-
-
-def trace_options() -> list[str]:
-    """Options for :func:`attached` that log all calls on a store."""
-    return ["-y", "-s", "256", "-e", "trace=" + ",".join(STORE_CALLS)]
-
-
-def kill_at(call: Call) -> list[str]:
-    """Options that kill the process when it enters ``call``."""
-    return _inject(call, "signal=SIGKILL", str(call.number), [call.selector])
-
-
-def fail_once(call: Call, error: str) -> list[str]:
-    """Options that let ``call`` fail with ``error``."""
-    return _inject(call, f"error={error}", str(call.number), [call.selector])
-
-
-def fail_forever(call: Call, error: str, calls: Sequence[Call]) -> list[str]:
-    """Options that let all calls of this kind on the store fail from ``call`` on.
-
-    ``calls`` are all those of a whole run. Each thread begins to fail at the same number.
+    Descriptors show with their paths (``5</tmp/x>``).
     """
-    names = dict.fromkeys(path for one in calls if one.name == call.name for path in one.paths)
-    return _inject(call, f"error={error}", f"{call.number_of_all}+", list(names))
+    done = _traced(command, log, ["-y", "-e", "trace=" + ",".join(names)], timeout_s)
+    counts: dict[tuple[str, str], int] = {}
+    found: list[Call] = []
+    for line in log.read_text(errors="replace").splitlines():
+        match = _LINE.match(line)
+        if match is not None:
+            thread, name, text = match.groups()
+            counts[thread, name] = counts.get((thread, name), 0) + 1
+            found.append(Call(name, counts[thread, name], text))
+    return done, found
 
 
-def threads_hit(call: Call, calls: Sequence[Call]) -> int:
-    """In how many threads :func:`fail_once` lets a call fail."""
-    counts: dict[str, int] = {}
-    for one in calls:
-        if one.name == call.name and call.selector in one.paths:
-            counts[one.thread] = counts.get(one.thread, 0) + 1
-    return sum(count >= call.number for count in counts.values())
-
-
-def _inject(call: Call, what: str, when: str, paths: Sequence[str]) -> list[str]:
-    options = ["-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={when}"]
-    return [*options, *(part for path in paths for part in ("-P", path))]
+def inject(
+    command: Sequence[str], log: Path, call: Call, action: str, timeout_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with ``action`` at ``call``, such as "signal=SIGKILL" or "error=EIO"."""
+    what = f"inject={call.name}:{action}:when={call.number}"
+    return _traced(command, log, ["-e", f"trace={call.name}", "-e", what], timeout_s)
 
 
 @contextmanager
@@ -161,11 +79,29 @@ def attached(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
     command = ["strace", "-f", "-p", str(pid), "-o", str(log), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
         assert tracer.stderr is not None
-        said = ""
-        while "attached" not in said:
+        said, line = "", " "
+        while "attached" not in line:
             line = tracer.stderr.readline()
             said += line
             if not line:
                 raise RuntimeError(f"strace cannot attach to process {pid}: {said}")
         yield
         tracer.wait(timeout=30)
+
+
+def _traced(
+    command: Sequence[str], log: Path, options: Sequence[str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            if "marked" not in said:
+                raise RuntimeError(f"{command} never reached the marker: {said}")
+            with attached(json.loads(said)["marked"], log, options):
+                # Lines for the marker and for every later pause.
+                out, err = process.communicate("\n" * 1000, timeout=timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)

@@ -1,19 +1,17 @@
-"""Power cuts and kills of the backend's commit path: nothing acknowledged is lost, nothing torn."""
+"""Power cuts under the backend alone: nothing acknowledged is lost, nothing torn.
+
+The kills and cuts at system calls are those of the whole path.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from backend_writer import acked, check, commit
+from backend_writer import acked, check
 from loopdev import LoopDisk
-from stracing import Call, calls, inject
-
-from groupio.backend.posix import PosixBackend
 
 pytestmark = pytest.mark.root
 
@@ -65,33 +63,3 @@ def test_the_harness_notices_a_missing_flush(disk: LoopDisk, guard: str) -> None
             except Exception:  # noqa: BLE001  a torn epoch may fail in any way
                 lost += 1
     assert lost > 0
-
-
-def sample(found: list[Call], count: int) -> list[Call]:
-    """``count`` calls spread over ``found``, and every call that gives a file its name."""
-    spread = found[:: max(1, len(found) // count)]
-    vital = [call for call in found if call.name.startswith(("link", "rename"))]
-    return sorted({*spread, *vital}, key=found.index)
-
-
-def test_kill_and_power_cut_at_system_calls(disk: LoopDisk, tmp_path: Path) -> None:
-    log = tmp_path / "strace.log"
-    with disk.mounted() as where:
-        (where / "try").mkdir()
-        os.sync()
-        _, found = calls(writer(where / "try" / "store", 1, 2), log)
-        for number, call in enumerate(sample(found, 20)):
-            store = where / f"run{number}" / "store"
-            done = inject(writer(store, 1, 2), log, call, "signal=SIGKILL")
-            image = disk.cut()
-            assert done.returncode == -signal.SIGKILL, call
-            seen = acked(done.stdout)
-            assert check(store) >= seen, call
-            with disk.after(image) as after:
-                left = after / f"run{number}" / "store"
-                assert check(left) >= seen, call
-                # The next process goes on from whatever was left.
-                with PosixBackend.open(left, create=True) as backend:
-                    backend.ensure_store_record("job")
-                    assert commit(backend, 10), call
-                assert check(left) >= seen | {10}, call

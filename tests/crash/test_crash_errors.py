@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cases
 import pytest
-from cases import Case
+from cases import Case, fork_servers, share
 from forkserver import ForkServer
-from stracing import Call, fail_forever, fail_once, threads_hit
+from store_calls import Call, fail_forever, fail_once, threads_hit
 from whole_path import WORLD
 
-SAMPLE = {"first": 34, "resume": 16}
+SAMPLE = {"first": 36, "resume": 20}
 """Injections of each case in the default run; the proof makes all."""
 
 FULL = ("ENOSPC", "EDQUOT")
 
-RETRIED = ("openat", "pwrite64", "pwritev2", "fsync", "pread64", "fcntl", "fstatfs")
+INTERRUPTED = ("openat", "pwrite64", "pwritev2", "fsync", "pread64", "fcntl", "fstatfs")
 """Calls of a store that a signal may interrupt."""
 
-NOT_TYPED_BY_US = ("WaitTimeout", "AgentLost", "GroupTimeout")
+PERSISTENT = ("openat", "newfstatat", "getdents64", "pread64")
+"""Calls that only look, and may go on failing."""
+
+IN_VAIN = ("WaitTimeout", "AgentLost", "GroupTimeout")
 """Errors that would mean that somebody waited in vain."""
 
 Injection = tuple[Call, str, bool]
@@ -29,28 +31,20 @@ Injection = tuple[Call, str, bool]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as made:
+def servers() -> Iterator[list[ForkServer]]:
+    with fork_servers() as made:
         yield made
-
-
-@pytest.fixture
-def make_case(server: ForkServer, tmp_path: Path) -> Callable[[str], Case]:
-    """The case of that name, with its calls learnt."""
-
-    def make(name: str) -> Case:
-        return cases.make(name, server, tmp_path)
-
-    return make
 
 
 def all_injections(calls: Sequence[Call]) -> list[Injection]:
     found: list[Injection] = []
     for call in calls:
-        errors = ["EIO", *(FULL if call.changes and not call.name.startswith("unlink") else ())]
-        for error in errors:
-            found += [(call, error, False), (call, error, True)]
-        if call.name in RETRIED:
+        found.append((call, "EIO", False))
+        if call.changes or call.name in PERSISTENT:
+            found.append((call, "EIO", True))
+        if call.changes and not call.name.startswith("unlink"):
+            found += [(call, "ENOSPC", False), (call, "ENOSPC", True), (call, "EDQUOT", False)]
+        if call.name in INTERRUPTED:
             found.append((call, "EINTR", False))
     return found
 
@@ -66,19 +60,19 @@ def spread(injections: Sequence[Injection], count: int) -> list[Injection]:
     return chosen
 
 
-def fail_at_each(case: Case, injections: Sequence[Injection]) -> None:
-    for call, error, forever in injections:
-        options = fail_forever(call, error, case.calls) if forever else fail_once(call, error)
-        told, code = case.run(options)
-        try:
-            assert code == 0, f"the process ended with {code}"
-            check_told(told, error)
-            if not forever:
-                check_goes_on(case, told, threads_hit(call, case.calls))
-            case.judge(told)
-        except AssertionError as failure:
-            failure.add_note(f"{error} {'forever' if forever else 'once'} at {call}, told {told}")
-            raise
+def fail(case: Case, injection: Injection) -> None:
+    call, error, forever = injection
+    options = fail_forever(call, error, case.calls) if forever else fail_once(call, error)
+    told, code = case.run(options)
+    try:
+        assert code == 0, f"the process ended with {code}"
+        check_told(told, error)
+        if not forever:
+            check_goes_on(case, told, threads_hit(call, case.calls))
+        case.judge(told)
+    except AssertionError as failure:
+        failure.add_note(f"{error} {'forever' if forever else 'once'} at {call}, told {told}")
+        raise
 
 
 def check_told(told: Sequence[dict[str, Any]], error: str) -> None:
@@ -89,7 +83,7 @@ def check_told(told: Sequence[dict[str, Any]], error: str) -> None:
         failed = line.get("failed") or line.get("load_failed")
         if failed is None:
             continue
-        assert failed["kind"] not in NOT_TYPED_BY_US, failed
+        assert failed["kind"] not in IN_VAIN, failed
         if failed["kind"] == "StorageFull":
             assert error in FULL
             assert failed["fields"]["path"]
@@ -107,16 +101,16 @@ def check_goes_on(case: Case, told: Sequence[dict[str, Any]], errors: int) -> No
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_errors_at_system_calls(make_case: Callable[[str], Case], name: str) -> None:
-    case = make_case(name)
-    fail_at_each(case, spread(all_injections(case.calls), SAMPLE[name]))
+def test_errors_at_system_calls(servers: list[ForkServer], tmp_path: Path, name: str) -> None:
+    def choose(calls: Sequence[Call]) -> list[Injection]:
+        return spread(all_injections(calls), SAMPLE[name])
+
+    share(servers, name, tmp_path, choose, fail)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["first", "resume", "rewind"])
-def test_errors_at_every_system_call(make_case: Callable[[str], Case], name: str) -> None:
-    case = make_case(name)
-    injections = all_injections(case.calls)
-    fail_at_each(case, injections)
-    print(f"{name}: {len(injections)} injections at {len(case.calls)} calls")
+def test_errors_at_every_system_call(servers: list[ForkServer], tmp_path: Path, name: str) -> None:
+    count = share(servers, name, tmp_path, all_injections, fail)
+    print(f"{name}: {count} errors injected")

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import cases
 import pytest
-from cases import Case
+from cases import Case, fork_servers, share
 from forkserver import ForkServer
-from stracing import Call, kill_at
+from store_calls import Call, kill_at
 from whole_path import Script, saves
 
-SAMPLE = {"first": 26, "resume": 14, "rewind": 8}
+SAMPLE = {"first": 30, "resume": 16, "rewind": 10}
 """Points of each case in the default run; the proof takes all."""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as made:
+def servers() -> Iterator[list[ForkServer]]:
+    with fork_servers() as made:
         yield made
-
-
-@pytest.fixture
-def make_case(server: ForkServer, tmp_path: Path) -> Callable[[str], Case]:
-    """The case of that name, with its calls learnt."""
-
-    def make(name: str) -> Case:
-        return cases.make(name, server, tmp_path)
-
-    return make
 
 
 def vital(call: Call) -> bool:
@@ -48,37 +37,36 @@ def spread(calls: Sequence[Call], count: int) -> list[Call]:
     return sorted(chosen, key=changing.index)
 
 
-def kill_at_each(case: Case, calls: Sequence[Call]) -> None:
-    for call in calls:
-        told, code = case.run(kill_at(call))
-        try:
-            assert code == -signal.SIGKILL, f"was not killed: {code}"
-            case.judge(told)
-        except AssertionError as error:
-            error.add_note(f"killed at {call}, told {told}")
-            raise
+def kill(case: Case, call: Call) -> None:
+    told, code = case.run(kill_at(call))
+    try:
+        assert code == -signal.SIGKILL, f"was not killed: {code}"
+        case.judge(told)
+    except AssertionError as error:
+        error.add_note(f"killed at {call}, told {told}")
+        raise
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_kill_at_system_calls(make_case: Callable[[str], Case], name: str) -> None:
-    case = make_case(name)
-    kill_at_each(case, spread(case.calls, SAMPLE[name]))
+def test_kill_at_system_calls(servers: list[ForkServer], tmp_path: Path, name: str) -> None:
+    share(servers, name, tmp_path, lambda calls: spread(calls, SAMPLE[name]), kill)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SAMPLE)
-def test_kill_at_every_system_call(make_case: Callable[[str], Case], name: str) -> None:
-    case = make_case(name)
-    kill_at_each(case, case.calls)
-    print(f"{name}: killed at each of {len(case.calls)} calls")
+def test_kill_at_every_system_call(servers: list[ForkServer], tmp_path: Path, name: str) -> None:
+    count = share(servers, name, tmp_path, lambda calls: calls, kill)
+    print(f"{name}: killed at each of {count} calls")
 
 
-def test_a_decision_that_is_not_atomic_is_noticed(server: ForkServer, tmp_path: Path) -> None:
-    case = Case(server, tmp_path, Script(saves(1), guard="atomic"))
+def test_a_decision_that_is_not_atomic_is_noticed(
+    servers: list[ForkServer], tmp_path: Path
+) -> None:
+    case = Case(servers[0], tmp_path, Script(saves(1), guard="atomic"))
     decision = [c for c in case.learn() if c.name == "write" and "/epochs/" in c.text]
     assert len(decision) == 2
     told, code = case.run(kill_at(decision[1]))
     assert (told, code) == ([], -signal.SIGKILL)
-    with pytest.raises(AssertionError, match="corrupt|truncated"):
+    with pytest.raises(AssertionError, match=r"corrupt|truncated"):
         case.judge(told)

@@ -14,7 +14,8 @@ from cases import FIRST, judge
 from forkserver import ForkServer
 from loopdev import LoopDisk
 from oracle import History, check
-from stracing import Call, attached, kill_at, read_calls, trace_options
+from store_calls import Call, kill_at, read_calls, trace_options
+from stracing import attached
 from whole_path import WORLD, Script, saves
 
 pytestmark = pytest.mark.root

@@ -143,9 +143,7 @@ def members(store: Path, runtime: Path, rewind_to: int | None = None) -> Iterato
     """The connected clients of a job in this process."""
     settings = Settings(runtime_dir=str(runtime), close_timeout_s=0.0, read_threads=1)
     clients = [
-        groupio.connect(
-            store, rank=rank, world_size=WORLD, rewind_to=rewind_to, settings=settings
-        )
+        groupio.connect(store, rank=rank, world_size=WORLD, rewind_to=rewind_to, settings=settings)
         for rank in range(WORLD)
     ]
     try:
@@ -187,17 +185,23 @@ def load(client: Any, say: Say) -> None:
     say({"loaded" if whole and len(got) == len(wanted) else "wrong": got["step"], **told})
 
 
-def perform(script: Script, store: Path, runtime: Path, say: Say, go_on: Callable[[], None]) -> None:
+def perform(
+    script: Script, store: Path, runtime: Path, say: Say, go_on: Callable[[], None]
+) -> None:
     """Run a script with an agent of its own; ``say`` gets what the members are told.
 
     ``go_on`` returns when the script may continue after an acknowledged epoch.
     """
-    with agent(runtime), members(store, runtime, script.rewind_to) as clients:
-        with ThreadPoolExecutor(WORLD, "member") as pool:
-            for step in script.steps:
-                done = list(pool.map(lambda client: save(client, step, say), clients))
-                if script.pause and all(done):
-                    go_on()
+    with (
+        agent(runtime),
+        members(store, runtime, script.rewind_to) as clients,
+        ThreadPoolExecutor(WORLD, "member") as pool,
+    ):
+        for step in script.steps:
+            saving = [pool.submit(save, client, step, say) for client in clients]
+            done = [future.result() for future in saving]
+            if script.pause and all(done):
+                go_on()
         for client in clients if script.load else ():
             load(client, say)
 

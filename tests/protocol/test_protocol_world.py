@@ -215,7 +215,8 @@ class AnyOrder(RuleBasedStateMachine):
         zombies=st.booleans(),
     )
     def relaunch(self, world: int, back: int, rewind: int | None, zombies: bool) -> None:
-        target = None if rewind is None else max(0, self.world.latest() - rewind)
+        latest = self.world.latest()
+        target = None if rewind is None or latest < rewind else latest - rewind
         self.world.launch(world, back=back, rewind_to=target, zombies=zombies)
 
     @rule()

@@ -67,7 +67,7 @@ class Folder:
         try:
             status = os.fstat(fd)
         except OSError as error:
-            close_quietly(fd)
+            self.close()
             raise storage_error(error, path, "look at") from error
         self.identity = (status.st_dev, status.st_ino)
         self._lock = threading.Lock()

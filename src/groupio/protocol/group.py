@@ -61,6 +61,7 @@ class Seat:
 
     @property
     def seat(self) -> fx.MemberSeat:
+        """Where to tell the member what becomes of its save."""
         return fx.MemberSeat(self.opened.rank, self.opened.client, self.opened.save_id)
 
 
