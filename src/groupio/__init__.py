@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from groupio.client.handle import SaveHandle
-from groupio.client.settings import Settings
 from groupio.errors import (
     AgentLost,
     ControllerLost,
@@ -44,6 +43,7 @@ from groupio.errors import (
     WaitTimeout,
 )
 from groupio.model import EpochInfo, Level, Timeline
+from groupio.settings import Settings
 
 if TYPE_CHECKING:
     from groupio.client.client import Client, connect

@@ -17,7 +17,15 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from whole_path import Script, make_repeatable, perform, quiet, remove_guard
+from whole_path import (
+    WORLD,
+    Script,
+    content_of,
+    make_repeatable,
+    perform,
+    quiet,
+    remove_guard,
+)
 
 _MESSAGE_BYTES = 1 << 20
 
@@ -165,4 +173,7 @@ def serve(control: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    for content in range(6):
+        for rank in range(WORLD):
+            content_of(content, rank)  # kept, and so there in each fork
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -89,15 +89,21 @@ def check(store: Path, history: History, *, powerless: bool = False) -> int:
         _check_damage(before, powerless)
         _none(invariants.check_no_lost_ack(before.store, history.acks))
     recover(store)
-    after = look(store)
-    assert after is not None
-    assert not after.damage
-    assert not after.leftovers
-    _none(invariants.check_store(after.store, history.acks))
+    after, newest = check_at_rest(store, history)
     if before is not None:
         _none(invariants.check_decisions_stand(before.store, after.store))
         _none(invariants.check_retention(before.store, after.store))
-    return _check_epochs(store, history)
+    return newest
+
+
+def check_at_rest(store: Path, history: History) -> tuple[Inspection, int]:
+    """Check a store in which nothing is undecided; what was found, and the newest epoch."""
+    found = look(store)
+    assert found is not None
+    assert not found.damage
+    assert not found.leftovers
+    _none(invariants.check_store(found.store, history.acks))
+    return found, _check_epochs(store, history)
 
 
 def _check_damage(found: Inspection, powerless: bool) -> None:

@@ -31,10 +31,10 @@ from groupio.agent import driver as driver_module
 from groupio.agent import process, segment_writer
 from groupio.agent.workers import WorkerPool
 from groupio.backend.posix import PosixBackend
-from groupio.client.settings import Settings
 from groupio.errors import GroupIOError, to_wire
 from groupio.model import DecisionKey
 from groupio.protocol import group
+from groupio.settings import Settings
 
 WORLD = 2
 
@@ -115,6 +115,7 @@ def content_of(content: int, rank: int, *, shift: int = 0) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=256)
 def _noise(content: int, rank: int, size: int) -> Any:
     return np.frombuffer(np.random.default_rng([content, rank]).bytes(size), np.uint8)
 

@@ -14,8 +14,8 @@ import msgspec
 import groupio
 from groupio.agent import process
 from groupio.agent.logs import set_up_log
-from groupio.client.settings import Settings
 from groupio.errors import GroupIOError
+from groupio.settings import Settings
 
 log = logging.getLogger("groupio.agent")
 

@@ -28,13 +28,13 @@ from groupio.agent.peer import Peer
 from groupio.agent.process import Residence
 from groupio.agent.store import JobStore
 from groupio.agent.workers import WorkerPool
-from groupio.client.settings import Settings
 from groupio.errors import GroupIOError
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
+from groupio.settings import Settings
 from groupio.wire import Channel, ChannelClosed
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import typer
 from groupio.agent import process, spawn
 from groupio.cli import asking
 from groupio.cli.output import ANSWER_IS_NO, OK, JsonFlag, console, emit_json, text
-from groupio.client.settings import Settings
+from groupio.settings import Settings
 
 app = typer.Typer(help="Start, drain or stop this user's agent on this node.")
 

@@ -10,8 +10,8 @@ from typing import Any
 from groupio import wire
 from groupio.agent import process, spawn
 from groupio.cli.output import CommandError
-from groupio.client.settings import Settings
 from groupio.protocol.messages import Answer, Ask, ToRank
+from groupio.settings import Settings
 
 ASK_S = 10.0
 """How long a question may take that the agent answers from memory."""

@@ -19,8 +19,8 @@ from groupio.backend.base import BackendInfo
 from groupio.backend.posix import PosixBackend
 from groupio.cli.host import Host, open_file_limits
 from groupio.cli.output import size
-from groupio.client.settings import Settings
 from groupio.errors import GroupIOError, NotFound
+from groupio.settings import Settings
 
 TORCH_OLDEST = (2, 6)
 FILES_NEEDED = 256

@@ -17,7 +17,6 @@ from groupio.client import arguments, launch
 from groupio.client.address import store_address
 from groupio.client.connection import Connection
 from groupio.client.handle import SaveHandle, as_level, unreachable
-from groupio.client.settings import Settings
 from groupio.errors import (
     AgentLost,
     GroupIOError,
@@ -29,6 +28,7 @@ from groupio.errors import (
 )
 from groupio.model import WORLD_SIZE_MAX, EpochInfo, Level
 from groupio.protocol import messages as msg
+from groupio.settings import Settings
 
 if TYPE_CHECKING:
     from groupio.client.outgoing import Outgoing, Packer

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from groupio import wire
 from groupio.agent import spawn
-from groupio.client.settings import Settings
 from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
 from groupio.model import Level
 from groupio.protocol import messages as msg
+from groupio.settings import Settings
 
 if TYPE_CHECKING:
     from groupio.client.arena import ClientArena
