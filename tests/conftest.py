@@ -1,0 +1,35 @@
+"""Rules for all tests: what root can test is tested, and nothing is skipped in silence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MUST_RUN = os.geteuid() == 0 and Path("/etc/debian_version").exists()
+"""On Debian as root everything can be had, an accelerator excepted."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that mount and make devices need root."""
+    if os.geteuid() == 0:
+        return
+    for item in items:
+        if item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    """Where everything can be had, a skipped test is a failed one."""
+    report = yield
+    if report.skipped and MUST_RUN and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if "accelerator" not in reason:
+            report.outcome = "failed"
+            report.longrepr = f"skipped where nothing may be: {reason}"
+    return report
