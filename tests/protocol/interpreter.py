@@ -235,6 +235,12 @@ class Interpreter:
         self.control(ev.MemberGone(client.name, process_gone=False))
         self.machine(client.node, ev.MemberGone(client.name, process_gone=False))
 
+    def do_node_loses(self, line: Line) -> None:
+        """A process ended, and only its node knows it yet."""
+        known = self.clients.get(line.flags[0])
+        node = known.node if known is not None else next(iter(self.machines))
+        self.machine(node, ev.MemberGone(line.flags[0], process_gone=True))
+
     def do_bye(self, line: Line) -> None:
         """A client closes: it writes no more, but its process lives on."""
         client = self.clients[line.flags[0]]

@@ -56,6 +56,15 @@ def test_an_unknown_event_is_a_defect_of_the_driver() -> None:
         Group(3, 1, 1, 1, 1).handle(ev.Drain())
 
 
+def test_a_copy_that_ends_after_the_group_was_given_up_changes_nothing() -> None:
+    group = Group(1, 5, 1, 1, 1)
+    group.join(opened(0, 1, 5))
+    group.admit(DecisionKey(1, 5, 1), store=True)
+    group.fail(GroupAborted("too late"))
+    assert group.handle(ev.MemberCopied(1, 0)) == []
+    assert group.phase is Phase.ABORTING
+
+
 # -- lines of epochs ---------------------------------------------------------
 
 KEYS = st.lists(

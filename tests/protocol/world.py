@@ -280,6 +280,9 @@ class World:
                 assert isinstance(effect, STORE_EFFECTS), effect
                 if isinstance(effect, fx.PrepareEpoch):
                     self._check_whole(effect)
+                if isinstance(effect, fx.CompareEpoch):
+                    known = self.controller.committed[effect.key]
+                    assert known == self.store.records[effect.key].content
                 self.tasks.append(effect)
 
     def _execute_on(self, node: str, effect: fx.Effect) -> None:

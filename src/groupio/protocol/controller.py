@@ -6,7 +6,6 @@ Soft state: what must survive stands in the store. A controller that starts anew
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,34 +17,12 @@ from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, HOLDS_MEMORY, Group, Phase
+from groupio.protocol.members import Client, Incarnation
 from groupio.protocol.missed import Missed
 from groupio.protocol.waiting import WaitingRoom, refuse
 
 EPOCHS_IN_FLIGHT = 2
 """How many epochs may hold memory at once; a third one waits before its copy."""
-
-OPENS_REMEMBERED = 64
-"""So many saves of each client are remembered, to know an open that comes twice."""
-
-
-@dataclass(slots=True)
-class Incarnation:
-    """One life of the job's processes."""
-
-    number: int
-    world_size: int
-    rewind_to: int | None
-    launch_id: str | None
-    clients: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Client:
-    process: ev.Process
-    incarnation: int
-    alive: bool = True
-    process_gone: bool = False
-    opened: deque[int] = field(default_factory=lambda: deque(maxlen=OPENS_REMEMBERED))
 
 
 @dataclass(slots=True)
@@ -68,7 +45,7 @@ class Controller:
     _incarnation_max: int = 0
     missed: Missed = field(default_factory=Missed)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
-    _clients: dict[str, _Client] = field(default_factory=dict)
+    _clients: dict[str, Client] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     """Where group numbers come from; controllers that share an agent share it."""
 
@@ -197,6 +174,7 @@ class Controller:
         stuck = [g for g in self.groups.values() if g.phase is Phase.QUEUED or g.ready]
         if (self.waiting or stuck) and not self._creating:
             return self.open_store(create=True)
+        self.missed.refused(self.waiting.opens, error)
         return self.waiting.refuse(lambda _: error) + self._give_up(stuck, lambda _: error)
 
     def _note_attempt(self, key: DecisionKey) -> None:
@@ -206,7 +184,7 @@ class Controller:
     # -- opening ---------------------------------------------------------
 
     def _on_opened(self, event: ev.MemberOpened) -> list[fx.Effect]:
-        known = self._clients.setdefault(event.client, _Client(event.process, 0))
+        known = self._clients.setdefault(event.client, Client(event.process))
         if event.save_id in known.opened:
             return []
         known.opened.append(event.save_id)
@@ -224,8 +202,12 @@ class Controller:
         effects, error = self._settle_incarnation(event, self._clients[event.client])
         if error is None and self._line_pending():
             return effects + self.waiting.enter(event, timer)
-        error = error or self._stale(event.epoch) or self._lost_peer(event)
         group = self._gathering(event)
+        stale = self._stale(event.epoch) if error is None else None
+        if stale is not None and group is not None:
+            # Newer epochs went past it: all who are still to come are refused like this one.
+            effects += self._give_up([group], lambda _: stale)
+        error = error or stale or self._lost_peer(event)
         if group is None and error is None:
             error = self.missed.tell(event)
         if error is not None:
@@ -296,7 +278,7 @@ class Controller:
     # -- incarnations ---------------------------------------------------------
 
     def _settle_incarnation(
-        self, event: ev.MemberOpened, known: _Client
+        self, event: ev.MemberOpened, known: Client
     ) -> tuple[list[fx.Effect], GroupIOError | None]:
         """Decide which life of the job this member belongs to; a restart begins a new one."""
         now = self.incarnation
@@ -320,13 +302,13 @@ class Controller:
         self._seat(event, known)
         return [], None
 
-    def _seat(self, event: ev.MemberOpened, known: _Client) -> None:
+    def _seat(self, event: ev.MemberOpened, known: Client) -> None:
         assert self.incarnation is not None
         self.incarnation.clients[event.rank] = event.client
         known.incarnation = self.incarnation.number
 
     def _other_world(
-        self, event: ev.MemberOpened, known: _Client
+        self, event: ev.MemberOpened, known: Client
     ) -> tuple[list[fx.Effect], GroupIOError | None]:
         gathering = [g for g in self.groups.values() if g.phase is Phase.GATHERING]
         if not gathering:
@@ -335,7 +317,7 @@ class Controller:
         return self._give_up(gathering, lambda _: error), error
 
     def _raise(
-        self, event: ev.MemberOpened, known: _Client, why: str
+        self, event: ev.MemberOpened, known: Client, why: str
     ) -> tuple[list[fx.Effect], GroupIOError | None]:
         """Begin a new incarnation: unstaged groups of the old one end, staged ones go on."""
         rewind, line = event.rewind_to, None
@@ -380,6 +362,7 @@ class Controller:
                 known.incarnation = 0
         # The next try begins with a look at the store, where the number may be taken.
         self.incarnation, self.store_open = None, False
+        self.missed.refused(self.waiting.opens, error)
         return self.waiting.refuse(lambda _: error)
 
     # -- losses ---------------------------------------------------------
@@ -391,6 +374,7 @@ class Controller:
         known.alive = False
         known.process_gone = known.process_gone or event.process_gone
         how = "ended" if event.process_gone else "closed its connection"
+        self.missed.lose(event.client)
         effects = self.waiting.lose(event.client)
         touched = []
         for group in self.groups.values():
@@ -412,8 +396,7 @@ class Controller:
 
     def _current(self, client: str) -> int | None:
         """The rank of a client in the present life of the job, or None."""
-        clients = self.incarnation.clients if self.incarnation is not None else {}
-        return next((rank for rank, name in clients.items() if name == client), None)
+        return None if self.incarnation is None else self.incarnation.rank_of(client)
 
     # -- progress ---------------------------------------------------------
 

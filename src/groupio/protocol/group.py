@@ -226,7 +226,7 @@ class Group:
         return [fx.StartCopy(node, self.number) for node in self.nodes]
 
     def _on_copied(self, rank: int) -> list[fx.Effect]:
-        if self.phase is not Phase.COPYING or rank not in self.seats:
+        if self.phase is not Phase.COPYING:
             return []
         self.seats[rank].copied = True
         if self.missing:
@@ -241,14 +241,14 @@ class Group:
 
     def withdraw(self, rank: int, error: GroupIOError) -> list[fx.Effect]:
         """A member says that it cannot go on. One whose bytes are all in memory need not."""
-        if self.seats[rank].copied or self.phase not in BEFORE_STAGED:
+        if self.seats[rank].copied:
             return []
         return self.fail(reasons.gave_up(self.epoch, rank, error.message))
 
     def lose(self, rank: int, how: str) -> list[fx.Effect]:
         """A member is gone. One whose bytes are all in memory is no longer needed."""
         seat = self.seats.get(rank)
-        if self.phase not in BEFORE_STAGED or (seat is not None and seat.copied):
+        if seat is not None and seat.copied:
             return []
         return self.fail(reasons.gone(self.epoch, rank, how))
 

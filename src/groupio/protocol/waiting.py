@@ -34,6 +34,11 @@ class WaitingRoom:
     def __bool__(self) -> bool:
         return bool(self.waiters)
 
+    @property
+    def opens(self) -> list[ev.MemberOpened]:
+        """The opens that wait, in the order of arrival."""
+        return [waiter.event for waiter in self.waiters.values()]
+
     def enter(self, event: ev.MemberOpened, timer: str) -> list[fx.Effect]:
         """Let an open wait, or refuse it when too many do; ``timer`` if it waited before."""
         if timer:
