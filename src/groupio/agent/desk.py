@@ -105,9 +105,7 @@ class Desk:
             self._refuse(peer, message.save_id, error)
             return
         self._driver.flushing.items[peer.client, message.save_id] = (items, message.items_id)
-        self._driver.tell_machine(
-            ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout)
-        )
+        self._driver.tell_machine(ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout))
         now = time.monotonic()
         self._driver.tell_controller(
             job,

@@ -73,9 +73,7 @@ class Driver:
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        self._populating = ThreadPoolExecutor(
-            1, "populate", initializer=_yield_to_others
-        )
+        self._populating = ThreadPoolExecutor(1, "populate", initializer=_yield_to_others)
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
