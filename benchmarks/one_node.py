@@ -149,9 +149,9 @@ def agent_memory() -> dict[str, Any]:
 def start_times(runs: int = 7) -> dict[str, float]:
     """Medians of import and connect, each in a fresh interpreter, in seconds."""
     code = (
-        "import time; t=time.perf_counter(); import numpy; n=time.perf_counter(); import groupio;"
-        "i=time.perf_counter(); import sys; c=groupio.connect(sys.argv[1], rank=0, world_size=1);"
-        "d=time.perf_counter(); print(n-t, i-t, d-i); c.close()"
+        "import time; t=time.perf_counter(); import groupio; i=time.perf_counter(); import sys;"
+        "c=groupio.connect(sys.argv[1], rank=0, world_size=1); d=time.perf_counter();"
+        "import numpy; n=time.perf_counter(); print(i-t, d-i, n-d); c.close()"
     )
     cold, warm = [], []
     with tempfile.TemporaryDirectory() as runtime:
@@ -163,10 +163,10 @@ def start_times(runs: int = 7) -> dict[str, float]:
         for _ in range(runs + 1):
             warm.append(_timed(code, f"{runtime}/store", environ))
     return {
-        "import_numpy_s": statistics.median(row[0] for row in cold),
-        "import_groupio_s": statistics.median(row[1] for row in cold),
-        "connect_starting_agent_s": statistics.median(row[2] for row in cold),
-        "connect_running_agent_s": statistics.median(row[2] for row in warm[1:]),
+        "import_groupio_s": statistics.median(row[0] for row in cold),
+        "connect_starting_agent_s": statistics.median(row[1] for row in cold),
+        "connect_running_agent_s": statistics.median(row[1] for row in warm[1:]),
+        "import_numpy_s": statistics.median(row[2] for row in cold),
     }
 
 

@@ -225,7 +225,8 @@ def random_life(node: Any, ranks: list[Any], chance: random.Random, epoch: int) 
     for error in errors.values():
         if isinstance(error, GroupTimeout):
             away = {victim.rank} if victim is not None else set(range(WORLD))
-            assert set(error.missing) < away | {-1}
+            assert error.missing
+            assert set(error.missing) <= away
         elif victim is not None:
             assert isinstance(error, GroupAborted)
             assert error.members == (victim.rank,)

@@ -115,9 +115,9 @@ class JobStore:
             return
         log.warning("opening %s anew after a failed flush", self.path)
         self._backend.check_identity()
-        self._backend = PosixBackend.open(
-            self.path, create=self._complete, file_mode=self.file_mode
-        )
+        fresh = PosixBackend.open(self.path, create=self._complete, file_mode=self.file_mode)
+        fresh.ensure_store_record(self.job)
+        self._backend = fresh
 
     def _learn(self, state: ev.StoreState) -> None:
         """Index the chunks of the newest epoch, to which the next ones may refer."""
