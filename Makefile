@@ -81,7 +81,7 @@ test: tools check
 	$(BIN)/python -m pytest $(PURE:%=--ignore=tests/%) --ignore=tests/test_tidy.py
 
 proof: tools $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -m proof
+	$(BIN)/python -m pytest -m proof -o faulthandler_timeout=0
 
 format: $(VENV)/.dev-installed
 	$(BIN)/ruff check --fix $(SOURCES)

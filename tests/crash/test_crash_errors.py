@@ -12,6 +12,8 @@ from forkserver import ForkServer
 from store_calls import Call, fail_forever, fail_once, threads_hit
 from whole_path import WORLD
 
+pytestmark = pytest.mark.root  # attaching strace needs it on hardened kernels
+
 SAMPLE = {"first": 36, "resume": 20}
 """Injections of each case in the default run; the proof makes all."""
 
@@ -106,6 +108,16 @@ def test_errors_at_system_calls(servers: list[ForkServer], tmp_path: Path, name:
         return spread(all_injections(calls), SAMPLE[name])
 
     share(servers, name, tmp_path, choose, fail)
+
+
+def test_an_unreadable_store_record_does_not_end_the_agent(
+    servers: list[ForkServer], tmp_path: Path
+) -> None:
+    def choose(calls: Sequence[Call]) -> list[Injection]:
+        reads = [c for c in calls if c.name == "pread64" and c.selector.endswith("groupio.json")]
+        return [(call, "EIO", True) for call in reads]
+
+    assert share(servers, "first", tmp_path, choose, fail) > 4
 
 
 @pytest.mark.proof

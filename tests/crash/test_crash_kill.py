@@ -12,6 +12,8 @@ from forkserver import ForkServer
 from store_calls import Call, kill_at
 from whole_path import Script, saves
 
+pytestmark = pytest.mark.root  # attaching strace needs it on hardened kernels
+
 SAMPLE = {"first": 30, "resume": 16, "rewind": 10}
 """Points of each case in the default run; the proof takes all."""
 

@@ -180,6 +180,7 @@ def job(make_node: Any, tmp_path: Path) -> tuple[Any, list[Any], Path]:
     return node, ranks, store
 
 
+@pytest.mark.root  # attaching strace needs it on hardened kernels
 def test_agent_killed_at_each_level(job: tuple[Any, list[Any], Path]) -> None:
     node, ranks, store = job
     epoch, acked = 1, [1]

@@ -92,6 +92,31 @@ def test_descriptors_of_a_store_that_was_opened_anew_are_closed(
     assert descriptors() <= count + 1
 
 
+def test_a_failed_look_at_the_store_record_does_not_end_the_comparison(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, "once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        with pytest.raises(StorageError) as caught:
+            store.check_identity()
+        assert caught.value.errno == errno.EIO
+        # What a flush job needs to know of the store is known without it.
+        assert len(store.store_id) == 32
+    store.check_identity()
+    record = Path(store.path) / "groupio.json"
+    stranger = JobStore(str(Path(store.path).parent / "stranger"), "job", "node", WRITER)
+    stranger.open(())
+    record.write_bytes((Path(stranger.path) / "groupio.json").read_bytes())
+    stranger.close()
+    for _ in range(2):
+        with pytest.raises(StorageError) as caught:
+            store.check_identity()
+        assert caught.value.errno == errno.ESTALE
+
+
 def test_an_arena_that_is_closed_while_it_is_filled_fills_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

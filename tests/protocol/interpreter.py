@@ -333,6 +333,9 @@ class Interpreter:
     def do_stop(self, line: Line) -> None:
         self.control(ev.Drain(abort_unstaged=True))
 
+    def do_epochs_in_flight(self, line: Line) -> None:
+        self.controller.epochs_in_flight = int(line.flags[0])
+
     def do_limit_waiting(self, line: Line) -> None:
         self.controller.waiting.limit = int(line.flags[0])
 

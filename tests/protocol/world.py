@@ -400,6 +400,10 @@ class World:
         """Nothing is left over: every group is decided, every member told, no memory held."""
         assert not self.controller.groups
         assert not self.controller.waiting
+        now = self.controller.incarnation
+        if now is not None:
+            for name, client in self.controller._clients.items():
+                assert self.ranks[name].alive or client.incarnation == now.number
         for rank in self.ranks.values():
             for save in rank.saves.values():
                 heard = rank.alive and rank.connected

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class Driver:
         self._running = False
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._populating = ThreadPoolExecutor(1, "populate", initializer=_yield_to_others)
+        self._populates: dict[tuple[int, int], threading.Event] = {}
+        """Extents that are being filled, each with the sign that it is not wanted any more."""
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -344,10 +347,13 @@ class Driver:
                 self._timer(job, effect)
             case fx.OpenArena(arena=arena, client=client):
                 self.arenas[arena] = MemberArena()
-                self.send(self.clients[client], msg.Arena(), (self.arenas[arena].fd,))
+                if (peer := self.clients.get(client)) is not None:
+                    self.send(peer, msg.Arena(), (self.arenas[arena].fd,))
             case fx.CloseArena(arena=arena):
                 self.arenas.pop(arena).close()
             case fx.Punch(arena=arena, offset=offset, length=length):
+                if (populating := self._populates.get((arena, offset))) is not None:
+                    populating.set()
                 self.arenas[arena].punch(offset, length)
             case fx.Populate():
                 self._populate(effect)
@@ -402,19 +408,25 @@ class Driver:
         self.send(peer, message)
 
     def _populate(self, effect: fx.Populate) -> None:
-        arena = self.arenas[effect.arena]
+        arena, place = self.arenas[effect.arena], (effect.arena, effect.offset)
+        unwanted = self._populates[place] = threading.Event()
 
         def populate() -> None:
             try:
-                arena.populate(effect.offset, effect.length)
+                arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
+                if unwanted.is_set():
+                    # It was given back meanwhile: what came after that must go, too.
+                    arena.punch(effect.offset, effect.length)
             except (GroupIOError, OSError, ValueError) as error:
                 log.warning("memory was not prepared ahead of its use: %s", error)
-                return
+                unwanted.set()
             self.post(announce)
 
         def announce() -> None:
+            if self._populates.get(place) is unwanted:
+                del self._populates[place]
             peer = self.clients.get(effect.client)
-            if peer is not None and arena.fd >= 0:
+            if peer is not None and not unwanted.is_set() and arena.fd >= 0:
                 self.send(peer, msg.Standby(effect.offset, effect.length))
 
         self._populating.submit(populate)

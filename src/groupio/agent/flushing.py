@@ -93,7 +93,7 @@ class Flushing:
 
         flush = FlushJob(
             backend=store.backend,
-            store_id=store.backend.identity[0],
+            store_id=store.store_id,
             key=effect.key,
             node=self._driver.node,
             write=effect.store,

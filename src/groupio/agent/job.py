@@ -112,15 +112,24 @@ class Job:
         return ev.InflightPublished(effect.group)
 
     def _decide(self, effect: fx.Decide) -> ev.Decided:
-        try:
-            committed, ours = self.store.decide(effect)
-        except GroupIOError as error:
-            if not effect.drop_segments_if_full or not isinstance(error, StorageFull):
-                raise
-            # Nobody can commit this attempt, so its bytes may make room for its abort.
-            self.delete_segments(effect.group)
-            committed, ours = self.store.decide(effect)
+        committed, ours = self._make_room(effect)
         return ev.Decided(effect.group, committed, ours)
+
+    def _make_room(self, effect: fx.Decide) -> tuple[bool, bool]:
+        """Decide; on a full store, where nobody can commit the attempt, out of its own room."""
+        room: list[Callable[[], None]] = []
+        if effect.drop_segments_if_full:
+            room = [
+                lambda: self.delete_segments(effect.group),
+                lambda: self.store.forget(effect.key),
+            ]
+        while True:
+            try:
+                return self.store.decide(effect)
+            except StorageFull:
+                if not room:
+                    raise
+                room.pop(0)()
 
     def run(self, task: Callable[[], None]) -> None:
         """Run ``task`` in the job's thread, after what is there; its errors are logged."""

@@ -178,6 +178,8 @@ def _await_owner(
     while _lives(record, writer):
         if backend.exists("epochs", str(key)):
             return True
+        if not backend.exists("inflight", str(key)):
+            return False  # it never began
         if time.monotonic() > deadline:
             raise StorageError(
                 f"Another agent (pid {record.pid}) has epoch {key.epoch} in flight in "

@@ -51,6 +51,8 @@ class JobStore:
     writer: Writer
     file_mode: int | None = None
     io_mode: str = ""
+    store_id: str = ""
+    """Hex, known since the store was opened: nobody has to read it where reading may fail."""
     known: KnownChunks = field(default_factory=KnownChunks)
     lease_bytes: dict[int, int] = field(default_factory=dict)
     """What each rank's lease took in the newest epoch found at opening."""
@@ -93,7 +95,7 @@ class JobStore:
         except NotFound:
             self.close()
             raise
-        self.job = record.job
+        self.job, self.store_id = record.job, record.store_id
         self._backend.remove_temporary(TEMPORARY_AGE_S)
         state = recover(self._backend, self.writer, record.job, frozenset(held))
         info = self._backend.info()
@@ -196,7 +198,7 @@ class JobStore:
         ids = {m.rank: m.items_id for r in reports for m in r.members}
         return dedup.build_manifest(
             reports,
-            store_id=self.backend.identity[0],
+            store_id=self.store_id,
             job=self.job,
             key=effect.key,
             incarnation=effect.incarnation,

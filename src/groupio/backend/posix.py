@@ -133,14 +133,17 @@ class PosixBackend(PosixTree):
             folders = [item for item in self._folders.items() if item[0] != ROOT]
         for name, folder in folders:
             self._check_place(name, self._root.fd, folder)
-        if self._record is not None:
-            known, self._record = self._record.store_id, None
-            try:
-                now: str | None = self.store_record().store_id
-            except NotFound:
-                now = None
-            if now != known:
-                raise self._replaced(f"its record names the store {now}, not {known}")
+        known, self._record = self._record, None
+        if known is None:
+            return
+        try:
+            now: str | None = self.store_record().store_id
+        except NotFound:
+            now = None
+        finally:
+            self._record = known  # also when it cannot be read now: the next check compares again
+        if now != known.store_id:
+            raise self._replaced(f"its record names the store {now}, not {known.store_id}")
 
     def _check_place(self, name: str, parent: int | None, folder: Folder) -> None:
         try:

@@ -105,7 +105,7 @@ class AgentMachine:
         return sum(
             lease.granted > lease.copied
             for group in self.groups.values()
-            if group.started and not group.aborting
+            if not group.aborting
             for lease in group.leases.values()
         )
 

@@ -88,7 +88,7 @@ class Controller:
 
     def _is_gone(self, client: str) -> bool:
         known = self._clients.get(client)
-        return known is not None and not known.alive
+        return known is None or not known.alive
 
     def _visible(self) -> dict[int, DecisionKey]:
         return lines.visible(self.committed, self.lineages, self.lineage)
@@ -200,7 +200,7 @@ class Controller:
         if event.job is not None and event.job != self.job:
             return refuse(event, timer, reasons.other_job(event, self.job))
         effects, error = self._settle_incarnation(event, self._clients[event.client])
-        if error is None and self._line_pending():
+        if self._line_pending():
             return effects + self.waiting.enter(event, timer)
         group = self._gathering(event)
         stale = self._stale(event.epoch) if error is None else None
@@ -286,10 +286,10 @@ class Controller:
             return self._raise(event, known, "the job began")
         if known.incarnation and known.incarnation < now.number:
             return [], reasons.late(event, known.incarnation, now.number)
-        if event.world_size != now.world_size:
-            return self._other_world(event, known)
         if event.launch_id != now.launch_id:
             return self._raise(event, known, "the job was launched again")
+        if event.world_size != now.world_size:
+            return self._other_world(event, known)
         holder = now.clients.get(event.rank)
         if holder is None and event.rewind_to != now.rewind_to:
             return [], reasons.other_rewind(event, now.rewind_to)
@@ -380,7 +380,7 @@ class Controller:
         for group in self.groups.values():
             rank = group.rank_of(event.client)
             if rank is None and known.process_gone and group.phase is Phase.GATHERING:
-                rank = self._awaited_rank(group, event.client)
+                rank = self._current(event.client)
             if rank is not None:
                 effects += group.lose(rank, how)
                 touched.append(group)
@@ -388,11 +388,6 @@ class Controller:
             # A member of an earlier life: nothing will ask for it again.
             self._clients.pop(event.client, None)
         return effects + self._advance(*touched)
-
-    def _awaited_rank(self, group: Group, client: str) -> int | None:
-        """The rank of a client that the gathering group still waits for, or None."""
-        rank = self._current(client)
-        return rank if rank in group.missing else None
 
     def _current(self, client: str) -> int | None:
         """The rank of a client in the present life of the job, or None."""

@@ -213,6 +213,8 @@ def no_room(order: fx.AdmitGroup, need: int, budget: int, free: int, *, ever: bo
     """The node cannot hold the group's bytes: not now, or not ever."""
     epoch = order.key.epoch
     holds = f"has {free} bytes free now" if ever else f"has {budget} bytes in all"
+    if ever and need <= free:
+        holds += ", for which other groups wait"
     wait = ", or save with when_full='wait'" if ever else ""
     return StagingFull(
         f"Epoch {epoch} needs {need} bytes of staging memory on node {order.node}, which {holds}; "
