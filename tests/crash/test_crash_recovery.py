@@ -58,6 +58,19 @@ def test_an_incarnation_that_only_aborted_is_not_used_again(store: JobStore) -> 
         other.close()
 
 
+def test_connecting_leaves_another_hosts_attempt_alone_and_saving_fences_it(
+    store: JobStore,
+) -> None:
+    key = begin(store, 5)
+    elsewhere = JobStore(store.path, "job", "other", Writer("its boot", 1, 1, "other host"))
+    with pytest.raises(StorageError, match="in flight on host host"):
+        elsewhere.open((), create=False)
+    assert os.listdir(f"{store.path}/epochs") == []
+    assert elsewhere.open((), create=True).aborted == (key,)
+    assert abort(store, key) == (False, False)
+    elsewhere.close()
+
+
 def test_one_failed_flush_of_a_directory_is_not_the_end(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

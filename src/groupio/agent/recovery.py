@@ -41,11 +41,18 @@ _POLL_S = 0.1
 
 
 def recover(
-    backend: PosixBackend, writer: Writer, job: str, held: frozenset[DecisionKey]
+    backend: PosixBackend,
+    writer: Writer,
+    job: str,
+    held: frozenset[DecisionKey],
+    *,
+    fence: bool,
 ) -> ev.StoreState:
     """Decide every undecided attempt that is not ``held`` here, then list the store.
 
-    Raises StorageError when another living agent of this node does not decide its attempt in time.
+    With ``fence``, when a save begins, attempts of other hosts are aborted too: this job's life
+    comes after theirs. Without, when somebody only connects, they may be alive and are left alone.
+    Raises StorageError then, and when another living agent of this node does not decide in time.
     """
     # What a killed agent decided and did not flush could still be lost; others are about to act
     # on it.
@@ -61,8 +68,10 @@ def recover(
         incarnation = max(incarnation, inflight.incarnation if inflight is not None else 0)
         if key not in decided:
             if _await_owner(backend, key, inflight, writer):
-                return recover(backend, writer, job, held)
+                return recover(backend, writer, job, held, fence=fence)
             found = _complete(backend, key)
+            if found is None and not fence and (inflight is None or inflight.host != writer.host):
+                raise _left_alone(backend, key, inflight)
             if found is None:
                 _abort(backend, key, inflight)
                 aborted.append(key)
@@ -188,6 +197,17 @@ def _await_owner(
             )
         time.sleep(_POLL_S)
     return backend.exists("epochs", str(key))
+
+
+def _left_alone(
+    backend: PosixBackend, key: DecisionKey, record: InflightRecord | None
+) -> StorageError:
+    host = "an unknown host" if record is None else f"host {record.host} (pid {record.pid})"
+    return StorageError(
+        f"Epoch {key.epoch} of {backend.path} is in flight on {host}; it is left alone until a "
+        "save begins here.",
+        path=backend.path,
+    )
 
 
 def _lives(record: InflightRecord, writer: Writer) -> bool:

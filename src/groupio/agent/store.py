@@ -97,7 +97,7 @@ class JobStore:
             raise
         self.job, self.store_id = record.job, record.store_id
         self._backend.remove_temporary(TEMPORARY_AGE_S)
-        state = recover(self._backend, self.writer, record.job, frozenset(held))
+        state = recover(self._backend, self.writer, record.job, frozenset(held), fence=create)
         info = self._backend.info()
         self.io_mode = info.io_mode
         self._learn(state)
