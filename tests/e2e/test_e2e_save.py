@@ -94,7 +94,8 @@ def test_state_larger_than_the_budget_goes_in_waves(make_node: Any, tmp_path: Pa
         one.send("save", epoch=1, items={**items, "rank": one.rank})
     for one in ranks:
         assert one.answer()["error"] is None
-        one.ask("wait", epoch=1, timeout_s=60)
+        answer = one.ask("wait", epoch=1, timeout_s=60)
+        assert any("waves" in note for note in answer["notes"])
         one.ask("load", expect={**items, "rank": one.rank})
     memory = node.status()["agent"]["memory"]
     assert memory["leased"] == memory["quarantined"] == 0

@@ -19,11 +19,18 @@ BOUNCE_BYTES = 8 << 20
 """Size of one bounce buffer."""
 
 NICE = 5
-"""CPU priority of the worker threads: below the ranks', but not at the bottom.
+"""CPU priority of the hash threads: below the ranks', but not at the bottom.
 
 They share the interpreter lock with the event loop. A thread that is preempted while it holds the
 lock stops the loop too: at nice 19, with all processors busy, for seconds (measured with 4 busy
 processes on 2 processors: 2 s at nice 19, 0.25 s at nice 5).
+"""
+
+WRITER_NICE = 1
+"""CPU priority of the writer threads: above the hash threads'.
+
+A writer mostly waits for the disk, and the disk should never wait for it: with hashing on both
+processors at the same priority, half of the disk's speed was lost.
 """
 
 _GIVE_WAY_S = 0.002
@@ -90,13 +97,12 @@ class WorkerPool:
         self.bounce = BouncePool(hash_threads + write_threads + 4)
         self._copies_active = copies_active
         self._cpu_count = cpu_count or len(os.sched_getaffinity(0))
-        self._nice = nice
         self._pausing_since: float | None = None
         self._hash_queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._write_queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
-            *self._start("hash", hash_threads, self._hash_queue),
-            *self._start("write", write_threads, self._write_queue),
+            *self._start("hash", hash_threads, self._hash_queue, nice),
+            *self._start("write", write_threads, self._write_queue, min(nice, WRITER_NICE)),
         ]
 
     def submit_hash(self, task: Task) -> None:
@@ -130,22 +136,22 @@ class WorkerPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _start(
-        self, kind: str, count: int, tasks: queue.SimpleQueue[Task | None]
+        self, kind: str, count: int, tasks: queue.SimpleQueue[Task | None], nice: int
     ) -> list[threading.Thread]:
         threads = [
             # Daemons: a write that hangs in the kernel must not keep the process from its end.
-            threading.Thread(target=self._work, args=(tasks,), name=f"{kind}-{i}", daemon=True)
+            threading.Thread(target=self._work, args=(tasks, nice), name=f"{kind}-{i}", daemon=True)
             for i in range(count)
         ]
         for thread in threads:
             thread.start()
         return threads
 
-    def _work(self, tasks: queue.SimpleQueue[Task | None]) -> None:
+    def _work(self, tasks: queue.SimpleQueue[Task | None], nice: int) -> None:
         # On Linux the priority belongs to the thread; an unprivileged one can only lower it.
         thread = threading.get_native_id()
         now = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, max(now, self._nice))
+        os.setpriority(os.PRIO_PROCESS, thread, max(now, nice))
         while (task := tasks.get()) is not None:
             task()
             del task  # or its views would live until the next one comes

@@ -126,7 +126,7 @@ class Save:
         self._send(msg.Copied(self.save_id, grant.wave))
         if grant.wave + 1 < grant.waves:
             return True
-        self.handle._reach(Level.RELEASED, copied_at)
+        self.handle._reach(Level.RELEASED, copied_at, notes=_wave_notes(grant.waves))
         return False
 
     def _next_grant(self) -> tuple[msg.Grant, ClientArena] | None:
@@ -190,3 +190,13 @@ class Save:
         with self._condition:
             self._failed = True
             self._condition.notify_all()
+
+
+def _wave_notes(waves: int) -> tuple[str, ...]:
+    """Why the call blocked longer than a copy takes, if it did."""
+    if waves == 1:
+        return ()
+    return (
+        f"released: after {waves} waves, because the state is larger than the memory budget; "
+        "staged: in memory or already written",
+    )
