@@ -143,7 +143,22 @@ def run_shape(args: argparse.Namespace, shape: str, folder: Path) -> list[dict[s
     return records
 
 
-def agent_memory() -> dict[str, Any]:
+def over_budget(folder: Path) -> dict[str, Any]:
+    """A state of 1 GiB and 20,000 small arrays through a budget of 256 MiB, by one rank."""
+    import groupio
+
+    small = {f"small.{i}": np.arange(i % 50 + 1.0) for i in range(20_000)}
+    state = {"large": np.random.default_rng(3).integers(0, 256, 1 << 30, dtype=np.uint8), **small}
+    with tempfile.TemporaryDirectory() as runtime:
+        settings = groupio.Settings(memory_bytes=256 * MIB, runtime_dir=runtime, idle_s=2.0)
+        with groupio.connect(folder / "waves", rank=0, world_size=1, settings=settings) as client:
+            times = client.save(state, epoch=1).wait("durable", timeout_s=300)
+            found = {"budget_bytes": 256 * MIB, "released_s": times.released}
+            environ = {**os.environ, "GROUPIO_RUNTIME_DIR": runtime}
+            return found | agent_memory(environ)
+
+
+def agent_memory(environ: dict[str, str] | None = None) -> dict[str, Any]:
     """Peak memory of the agent beside its budget."""
     answer = subprocess.run(
         [sys.executable, "-m", "groupio.cli", "status", "--json"],
@@ -151,6 +166,7 @@ def agent_memory() -> dict[str, Any]:
         text=True,
         check=True,
         timeout=60,
+        env=environ,
     )
     agent = json.loads(answer.stdout)["agent"]
     status = Path(f"/proc/{agent['pid']}/status").read_text(encoding="ascii")
@@ -230,6 +246,7 @@ def main() -> int:
             records = run_shape(args, "unique", folder)
             memory = agent_memory()
             records += run_shape(args, "equal", folder)
+            waves = over_budget(folder)
             starts = start_times()
         finally:
             shutil.rmtree(folder)
@@ -242,13 +259,19 @@ def main() -> int:
         },
         "ratios": summary(records),
         "agent_memory": memory,
+        "state_larger_than_budget": waves,
         "start": starts,
         "records": records,
     }
     text = json.dumps(report, indent=1)
     if args.json:
         Path(args.json).write_text(text + "\n", encoding="utf-8")
-    print(json.dumps({k: report[k] for k in ("ratios", "agent_memory", "start")}, indent=1))
+    print(
+        json.dumps(
+            {k: report[k] for k in ("ratios", "agent_memory", "state_larger_than_budget", "start")},
+            indent=1,
+        )
+    )
     return 0
 
 
