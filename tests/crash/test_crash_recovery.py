@@ -71,6 +71,18 @@ def test_connecting_leaves_another_hosts_attempt_alone_and_saving_fences_it(
     elsewhere.close()
 
 
+def test_a_commit_does_not_forget_which_chunks_were_found_damaged(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, learned, known = begin(store, 5), [], store.known
+    store._prepared[key] = "its manifest"  # type: ignore[assignment]
+    monkeypatch.setattr(type(store.backend), "commit_prepared", lambda *_: True)
+    monkeypatch.setattr(type(known), "add_epoch", lambda _, manifest: learned.append(manifest))
+    assert store.decide(fx.Decide(1, key, True, 1)) == (True, True)
+    assert learned == ["its manifest"]
+    assert store.known is known, "the damaged chunks are noted in it"
+
+
 def test_one_failed_flush_of_a_directory_is_not_the_end(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,6 @@ class JobStore:
             if self.backend.commit_prepared(key):
                 manifest = self._prepared.pop(key, None)
                 if manifest is not None:
-                    self.known = KnownChunks()
                     self.known.add_epoch(manifest)
                 return True, True
             return self.standing(key)
