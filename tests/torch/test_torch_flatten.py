@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from groupio.errors import FormatError, InvalidInput
-from groupio.torch.flatten import (
+from groupio.format.structure import (
     RESERVED,
     Leaf,
     decode_structure,
     encode_structure,
-    flatten,
     path_text,
     rebuild,
 )
+from groupio.torch.flatten import flatten
 
 T = torch.tensor
 

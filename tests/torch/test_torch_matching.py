@@ -9,7 +9,8 @@ import torch
 
 from groupio.client.values import prepare
 from groupio.errors import InvalidInput
-from groupio.torch.flatten import STRUCTURE, decode_structure, encode_structure, flatten
+from groupio.format.structure import STRUCTURE, decode_structure, encode_structure
+from groupio.torch.flatten import flatten
 from groupio.torch.matching import Matching, match, template_of
 from groupio.torch.saving import items_of
 

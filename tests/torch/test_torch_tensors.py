@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from groupio.errors import InvalidInput
-from groupio.torch.flatten import Step
+from groupio.format.structure import Step
 from groupio.torch.tensors import STORED_DTYPES, local_part, overlaps_itself
 
 PATH = (Step("a", False), Step(0, True))

@@ -24,9 +24,9 @@ from groupio.errors import (
     to_wire,
 )
 from groupio.format.manifest import ManifestReader
+from groupio.format.structure import STRUCTURE, Branch, Leaf, decode_structure, make_container
 from groupio.model import DecisionKey, MemberTable
 from groupio.torch.clients import client_for
-from groupio.torch.flatten import STRUCTURE, Branch, Leaf, decode_structure, make_container
 from groupio.torch.matching import Matching, Template, match, template_of
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.report import LoadReport, SkippedEpoch

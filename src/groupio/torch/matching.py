@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from groupio.errors import InvalidInput, StateMismatch
+from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import ItemKind, ItemSpec
-from groupio.torch.flatten import Branch, Leaf, flatten, path_text
+from groupio.torch.flatten import flatten
 from groupio.torch.tensors import Local, local_part, overlaps_itself
 
 LISTED = 100

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from groupio.client.handle import SaveHandle
 from groupio.client.values import Part
 from groupio.errors import InvalidInput
+from groupio.format.structure import STRUCTURE, encode_structure
 from groupio.model import Level
 from groupio.torch.clients import client_for
-from groupio.torch.flatten import STRUCTURE, encode_structure, flatten
+from groupio.torch.flatten import flatten
 from groupio.torch.members import find_members
 from groupio.torch.tensors import local_part
 

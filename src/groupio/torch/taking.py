@@ -11,8 +11,8 @@ import torch
 from groupio.client.store_reader import StoreReader
 from groupio.errors import IntegrityError
 from groupio.format.manifest import ManifestReader
+from groupio.format.structure import Branch, Leaf, rebuild
 from groupio.model import ItemKind, ItemSpec
-from groupio.torch.flatten import Branch, Leaf, rebuild
 
 
 def leaves_of(nodes: Iterable[Branch | Leaf]) -> list[Leaf]:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from groupio.errors import InvalidInput
-from groupio.torch.flatten import Path, path_text, type_text
+from groupio.format.structure import Path, path_text
+from groupio.torch.flatten import type_text
 
 STORED_DTYPES = frozenset(
     {
