@@ -12,7 +12,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-SOURCES := src tests $(wildcard benchmarks)
+SOURCES := src tests examples $(wildcard benchmarks)
 PURE := plan protocol format
 comma := ,
 space := $(subst ,, )
@@ -45,7 +45,7 @@ $(VENV)/.torch-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[torch,dev,examples]'
 	@touch $@ $(VENV)/.torch-installed
 
 demo: $(VENV)/.torch-installed

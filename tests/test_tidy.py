@@ -31,7 +31,7 @@ IMPURE_MODULES = frozenset(
 )
 PICKLERS = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 CLI_ONLY = frozenset({"typer", "rich", "click"})
-TORCH_PACKAGES = ("torch", "demo", "testing")
+TORCH_PACKAGES = ("torch", "demo", "testing", "bench")
 
 CHANGELOG_SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 MACHINE_PATH = re.compile(r"(?<![\w.<$}])/(?:work|root|home|Users|mnt/data)/(?!<)\w")

@@ -146,18 +146,38 @@ class EpochConflict(GroupIOError):
 
 
 class ReplicaDivergence(GroupIOError):
-    """Items declared as replicas have different bytes on different members."""
+    """Items declared as replicas have different bytes on different members.
 
-    FIELDS = ("items", "members", "epoch")
+    ``members`` are the ranks that differ from the majority, all of them where there is none.
+    ``offsets[i]`` is the first byte, in the local bytes of ``items[i]``, that is not the same
+    everywhere; None where the members do not even agree on shape or kind, and where the bytes
+    were no longer together in one node's memory (the message then names the chunk).
+    """
+
+    FIELDS = ("items", "members", "epoch", "offsets")
     DEFAULT_RETRY = Retry.NONE
     items: tuple[str, ...]
     members: tuple[int, ...]
     epoch: int | None
+    offsets: tuple[int | None, ...]
 
     def __init__(
-        self, message: str, *, items: Sequence[str] = (), members: Sequence[int] = (), **rest: Any
+        self,
+        message: str,
+        *,
+        items: Sequence[str] = (),
+        members: Sequence[int] = (),
+        offsets: Sequence[int | None] = (),
+        **rest: Any,
     ) -> None:
-        super().__init__(message, items=tuple(items), members=tuple(members), **rest)
+        super().__init__(
+            message, items=tuple(items), members=tuple(members), offsets=tuple(offsets), **rest
+        )
+
+    @property
+    def first_byte(self) -> int | None:
+        """Where the first of ``items`` begins to differ, in its local bytes; None: not known."""
+        return self.offsets[0] if self.offsets else None
 
 
 class LevelUnreachable(GroupIOError):

@@ -23,7 +23,7 @@ PACK_ITEM_BYTES = 1 << 20
 """Items smaller than this share a pack instead of starting on a page of their own."""
 
 PAGE_BYTES = 4096
-"""Alignment of large items in the arena and of chunks in a segment (O_DIRECT needs it)."""
+"""Alignment of large items in the arena and of writes to a segment (O_DIRECT needs it)."""
 
 DIGEST_BYTES = 32
 """A chunk is named by its 32-byte BLAKE3 digest."""
@@ -159,6 +159,8 @@ class EpochHeader(msgspec.Struct, frozen=True):
     """Bytes of this epoch's own segments (the manifest itself is not counted)."""
     metadata: dict[str, Any] = {}
     replicated: tuple[str, ...] = ()
+    door: str = ""
+    """The view that belongs to the epoch and whose frames its segments have: "dcp", or none."""
 
 
 @dataclass(frozen=True, slots=True)

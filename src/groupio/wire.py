@@ -207,7 +207,10 @@ class Channel:
             except ChannelClosed:
                 raise
             except OSError as error:
-                raise ChannelClosed(f"receiving failed: {error}") from error
+                if not received:
+                    raise ChannelClosed(f"receiving failed: {error}") from error
+                self._at_end = True  # reset by the peer: its last words count
+                break
             if not count:
                 self._at_end = True
                 if not received:

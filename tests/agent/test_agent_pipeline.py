@@ -16,6 +16,7 @@ from groupio.agent.arena import map_shared
 from groupio.agent.known import KnownChunks
 from groupio.errors import GroupIOError, StorageError, StorageFull
 from groupio.format.manifest import ManifestReader, encode_manifest
+from groupio.format.segment import SegmentReader
 from groupio.model import CHUNK_BYTES, PAGE_BYTES, Manifest
 from groupio.plan.layout import lay_out, waves
 
@@ -77,6 +78,34 @@ def test_all_kinds_of_chunks_are_stored_where_the_report_says(store: Store) -> N
     )
 
 
+def test_chunks_of_an_item_stay_together(store: Store) -> None:
+    items = [tensor("rows of 12000 bytes", 4000, 3000), blob("raw", (9 << 20) + 5)]
+    member = saved(items, seed=1)
+    report = store.save(1, [member])
+    store.check(report, [member])
+    refs = report.members[0].refs
+    ends = report.chunks.offsets[refs] + report.chunks.lengths[refs]
+    together = report.chunks.offsets[refs][1:] == ends[:-1]
+    # 46 MiB are three runs of at most 16 MiB.
+    assert int((~together).sum()) == 2 + 1
+    data = int(report.chunks.lengths.sum())
+    assert report.segments[0].bytes < data + 16 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("options", [{"framed": True}, {"framed": True, "write": False}])
+def test_framed_segments_are_sound(store: Store, options: dict[str, bool]) -> None:
+    members = [saved(MIXED, seed) for seed in (1, 1, 2)]
+    report = store.save(1, members, **options)
+    if options.get("write", True):
+        store.check(report, members)
+        file = store.backend.reader("segments", report.segments[0].name)
+        frames = SegmentReader(file.read, file.size, "x").frames
+        file.close()
+        assert frames is not None
+        # The first two items of two members, in chunks; the tied one and the replicas have none.
+        assert len(frames.table) == 2 * (3 + 3)
+
+
 def test_equal_members_are_stored_once(store: Store) -> None:
     members = [saved(MIXED, seed=7) for _ in range(4)]
     report = store.save(1, members)
@@ -127,11 +156,12 @@ def test_a_damaged_chunk_is_written_anew(store: Store) -> None:
     assert report.chunks.segments[report.members[0].refs].tolist() == [1, 0, 1]
 
 
-def test_memory_may_be_reused_once_a_wave_is_stored(store: Store) -> None:
+@pytest.mark.parametrize("framed", [False, True])
+def test_memory_may_be_reused_once_a_wave_is_stored(store: Store, framed: bool) -> None:
     items = [*MIXED, tensor("more", 5, 1 << 20)]
     member = saved(items, seed=3)
     stored = threading.Event()
-    job, outcomes = store.job(1, on_wave=lambda rank, wave: stored.set())
+    job, outcomes = store.job(1, framed=framed, on_wave=lambda rank, wave: stored.set())
     parts = waves(member.layout, 2 * CHUNK_BYTES)
     assert len(parts) > 3
     window = saved([blob("window", 2 * CHUNK_BYTES)], seed=0).view()
@@ -150,11 +180,11 @@ def test_memory_may_be_reused_once_a_wave_is_stored(store: Store) -> None:
 
 
 def test_segments_are_rolled_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 10 << 20)
+    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 18 << 20)
     members = [saved(MIXED, seed) for seed in range(3)]
     report = store.save(1, members)
     assert len(report.segments) > 3
-    assert all(ref.bytes <= 11 << 20 for ref in report.segments)
+    assert all(ref.bytes <= 19 << 20 for ref in report.segments)
     store.check(report, members)
 
 
@@ -234,7 +264,7 @@ def test_a_failed_flush_is_not_repeated(store: Store, monkeypatch: pytest.Monkey
 def test_a_segment_that_cannot_be_deleted_does_not_keep_the_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 10 << 20)
+    monkeypatch.setattr(segment_writer, "SEGMENT_BYTES", 18 << 20)
     job, outcomes = store.job(1)
     add_all(job, 0, saved(MIXED, 1))
     add_all(job, 1, saved(MIXED, 2))

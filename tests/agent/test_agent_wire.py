@@ -124,6 +124,18 @@ def _target(number: str) -> str:
         return ""
 
 
+def test_last_words_count_though_the_peer_left_ours_unread(
+    pair: tuple[Channel, Channel],
+) -> None:
+    a, b = pair
+    b.send(Text("never read"))  # the kernel then says "reset", not "end"
+    a.send(Text("last words"))
+    a.close()
+    assert b.feed() == [wire.Received(Text("last words"), ())]
+    with pytest.raises(ChannelClosed):
+        b.feed()
+
+
 def test_the_last_messages_of_a_peer_that_ended_are_received(
     pair: tuple[Channel, Channel],
 ) -> None:

@@ -179,7 +179,7 @@ def test_file_system_that_cannot_decide(store: PosixBackend, monkeypatch: Any) -
         raise OSError(errno.EINVAL, "no flags")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr("groupio.backend.records._rename_noreplace", old)
+    monkeypatch.setattr("groupio.backend.records.rename_with", old)
     with pytest.raises(StorageError, match="neither hard links"):
         store.put_if_absent(EPOCHS, "x", b"data")
     assert store.list(EPOCHS) == []

@@ -127,3 +127,57 @@ def test_plain_values_keep_their_types_in_json() -> None:
     assert np.frombuffer(base64.b64decode(made["base64"]), "<i2").tolist() == [1, 2, 3, 4]
     assert to_json(np.float32(1.5))["$array"]["shape"] == []
     assert to_json(ml_dtypes.bfloat16(1))["$array"]["dtype"] == "bfloat16"
+
+
+def test_door_for_torch(groupio: Command, maker: StoreMaker) -> None:
+    done = groupio("export", maker.path, "--dcp", "--json")
+    latest = groupio("ls", maker.path, "--json").json["latest"]
+    door = Path(maker.path, "dcp", str(latest))
+    assert (done.code, done.json["door"], done.json["epoch"]) == (0, str(door), latest)
+    files = {path.name: path.stat().st_size for path in door.iterdir()}
+    assert (done.json["files"], done.json["bytes"]) == (len(files), sum(files.values()))
+    assert {".metadata", "groupio.json", "__values.bin"} <= set(files)
+    listed = groupio("ls", maker.path, "--json").json["epochs"]
+    assert [row["door"] for row in listed] == [None] * (len(listed) - 1) + ["dcp"]
+    assert str(door) in groupio("show", maker.path, "latest").out.replace("\n", "")
+    again = groupio("export", maker.path, "--dcp", "--epoch", str(latest))
+    assert again.code == 0
+    assert f"epoch {latest}" in again.out
+    (door / ".metadata").write_bytes(b"")
+    assert groupio("show", maker.path, "latest", "--json").json["epoch"]["door"] is None
+
+
+def test_door_of_an_epoch_that_another_line_has_too(groupio: Command, maker: StoreMaker) -> None:
+    maker.rewind(2, parent=1, after=10)
+    maker.commit(20, [state(0, 20)], lineage=2, incarnation=2)
+    refused = groupio("export", maker.path, "20", "--dcp", "--lineage", "1")
+    assert refused.code == 2
+    assert "lineage 2" in refused.err
+    assert groupio("export", maker.path, "20", "--dcp").code == 0
+
+
+def test_wrong_options_of_export(groupio: Command, maker: StoreMaker, tmp_path: Path) -> None:
+    for options, words in (
+        ((), "--to"),
+        (("20",), "--to"),
+        (("--to", tmp_path / "x"), "EPOCH"),
+        (("20", "--epoch", "20", "--dcp"), "once"),
+        (("20", "--dcp", "--to", tmp_path / "x"), "--to"),
+        (("20", "--dcp", "--member", "0"), "--member"),
+        (("77", "--dcp"), "77"),
+    ):
+        done = groupio("export", maker.path, *options)
+        assert done.code != 0
+        assert words in done.err, options
+    assert not (tmp_path / "x").exists()
+
+
+def test_door_of_a_damaged_epoch(groupio: Command, maker: StoreMaker) -> None:
+    segment = next(Path(maker.path, "segments").iterdir())
+    data = bytearray(segment.read_bytes())
+    data[4096] ^= 1
+    segment.write_bytes(data)
+    done = groupio("export", maker.path, "latest", "--dcp")
+    assert done.code == 1
+    assert "damaged" in done.err
+    assert not Path(maker.path, "dcp").exists() or not list(Path(maker.path, "dcp").iterdir())

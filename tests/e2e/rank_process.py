@@ -1,7 +1,8 @@
 """A rank as a process of its own: reads one JSON command a line, answers with one JSON line.
 
 Arrays are described, not sent: ``{"seed": 3, "bytes": 1048576}`` is that many random bytes.
-``{"zeros": 1048576}`` is that many zeros, which are made in no time.
+``{"zeros": 1048576}`` is that many zeros, which are made in no time. ``"flip": 5`` changes a bit
+of byte 5.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ handles: dict[int, groupio.SaveHandle] = {}
 
 def value(spec: Any) -> Any:
     if isinstance(spec, dict) and "seed" in spec:
-        return np.random.default_rng(spec["seed"]).integers(0, 256, spec["bytes"], dtype=np.uint8)
+        made = np.random.default_rng(spec["seed"]).integers(0, 256, spec["bytes"], dtype=np.uint8)
+        if "flip" in spec:
+            made[spec["flip"]] ^= 1
+        return made
     if isinstance(spec, dict) and "zeros" in spec:
         return np.zeros(spec["zeros"], np.uint8)
     return spec

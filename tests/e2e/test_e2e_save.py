@@ -311,8 +311,28 @@ def test_false_replica_is_named(node: Any, tmp_path: Path) -> None:
         assert isinstance(error, ReplicaDivergence)
         assert error.items == ("emb",)
         assert error.members == (2,)
+        assert error.first_byte == 0
         assert error.outcome == "not_committed"
     save_all(ranks, 2, lambda r: r)
+
+
+def test_false_replica_of_a_state_in_waves(make_node: Any, tmp_path: Path) -> None:
+    """To the byte in the last wave, which is still in memory; before that, to the chunk."""
+    node = make_node(memory_bytes="48M")
+    ranks = node.world(2, tmp_path / "store")
+    for epoch, byte, known in ((1, 70 * MIB - 3, True), (2, 5 * MIB, False)):
+        for one in ranks:
+            big = {"seed": 1, "bytes": 70 * MIB, **({"flip": byte} if one.rank else {})}
+            one.send("save", epoch=epoch, items={"big": big}, replicated=["big"])
+        for one in ranks:
+            assert one.answer()["error"] is None
+            with pytest.raises(ReplicaDivergence) as caught:
+                one.ask("wait", epoch=epoch, timeout_s=60)
+            assert caught.value.items == ("big",)
+            assert caught.value.first_byte == (byte if known else None)
+            where = f"at byte {byte}" if known else f"within bytes {4 * MIB} to {8 * MIB - 1}"
+            assert f"rank 0 and rank(s) 1 first differ {where}" in caught.value.message
+    assert ranks[0].ask("epochs")["epochs"] == []
 
 
 def test_agent_killed_in_flight_and_a_new_one_goes_on(node: Any, tmp_path: Path) -> None:

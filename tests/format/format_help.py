@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from blake3 import blake3
 from groupio.errors import IntegrityError
 from groupio.format.columns import Section, pack_array, pack_bytes
 from groupio.format.envelope import HEADER_BYTES, RecordKind, wrap
+from groupio.format.frames import LOCAL_HEADER, FrameTable, Kind
 from groupio.format.items import encode_items, items_id
 from groupio.format.manifest import encode_manifest
 from groupio.format.records import segment_name
@@ -101,6 +102,10 @@ def layout_lengths(items: Sequence[ItemSpec]) -> list[int]:
     return [int(n) for n in lay_out(items).chunk_length]
 
 
+_SECTIONS_AT = 18
+"""Where in the root its sections are listed."""
+
+
 class Forgery:
     """A manifest taken apart: change ``root``, ``sections`` or ``blocks``, then ``build``.
 
@@ -112,7 +117,7 @@ class Forgery:
         length = int.from_bytes(data[12:16], "little")
         at = HEADER_BYTES + length
         self.root: list[Any] = msgspec.msgpack.decode(data[HEADER_BYTES:at])
-        rows = [Section(*row) for row in self.root[-1]]
+        rows = [Section(*row) for row in self.root[_SECTIONS_AT]]
         self.sections: dict[str, tuple[Section, bytes]] = {}
         for name, row in zip(SECTIONS, rows, strict=True):
             self.sections[name] = (row, data[at : at + row.stored])
@@ -135,7 +140,7 @@ class Forgery:
     def build(self, kind: RecordKind = RecordKind.COMMIT) -> bytes:
         """The file."""
         if self.root:
-            self.root[-1] = [section for section, _ in self.sections.values()]
+            self.root[_SECTIONS_AT] = [section for section, _ in self.sections.values()]
         body = [stored for _, stored in self.sections.values()]
         return wrap(kind, msgspec.msgpack.encode(self.root), [*body, self.tail])
 
@@ -156,6 +161,61 @@ def sample_segment(chunks: Sequence[bytes] = (b"a" * 10, b"b" * 100, b"c" * 5000
         len(data),
     )
     return bytes(data) + footer
+
+
+class Piece(NamedTuple):
+    """What a framed segment is made of: a run of chunks, or (``framed`` False) other chunks."""
+
+    chunks: Sequence[bytes]
+    framed: bool = True
+    gap: int = 0
+
+
+SAMPLE_PIECES = (
+    Piece((b"a" * 16, b"b" * 16, b"c" * 4), gap=4000),
+    Piece((b"d" * 10,), framed=False, gap=64),
+    Piece((b"e" * 100,)),
+)
+
+
+def framed_rows(pieces: Sequence[Piece]) -> tuple[bytes, list[int], list[bytes], FrameTable]:
+    """The bytes of a framed segment up to its data's end; its chunks' offsets and bytes; rows.
+
+    Each piece starts after ``gap`` more bytes. A run is one tensor of bytes, and a row shows what
+    follows in it from each of its chunks on.
+    """
+    data = bytearray(encode_header(SegmentHeader(STORE_ID, KEY, "node0", 3, framed=True)))
+    offsets: list[int] = []
+    bodies: list[bytes] = []
+    rows: list[tuple[int, int, int]] = []
+    kinds: dict[Kind, int] = {}
+    for piece in pieces:
+        data.extend(bytes(piece.gap) + (LOCAL_HEADER if piece.framed else b""))
+        run, record = len(data), sum(map(len, piece.chunks))
+        for chunk in piece.chunks:
+            if piece.framed:
+                skip = len(data) - run
+                kind = Kind("uint8", (record - skip,), skip, record)
+                rows.append((len(data), run, kinds.setdefault(kind, len(kinds))))
+            offsets.append(len(data))
+            bodies.append(chunk)
+            data.extend(chunk)
+    data.extend(bytes(-len(data) % 4096))
+    columns = np.array(rows, np.int64).reshape(-1, 3)
+    table = FrameTable(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int32), tuple(kinds))
+    return bytes(data), offsets, bodies, table
+
+
+def framed_segment(pieces: Sequence[Piece] = SAMPLE_PIECES) -> bytes:
+    """A whole segment of version 2."""
+    data, offsets, bodies, table = framed_rows(pieces)
+    return data + encode_footer(
+        np.array(offsets, np.int64),
+        np.array([len(body) for body in bodies], np.int64),
+        np.array([list(blake3(b).digest()) for b in bodies], np.uint8).reshape(-1, 32),
+        len(data),
+        table,
+    )
 
 
 def reads(data: bytes) -> Callable[[int, int], bytes]:

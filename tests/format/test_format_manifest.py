@@ -136,6 +136,7 @@ def test_the_bytes_of_version_1_stay_as_they_are() -> None:
     assert root[9:11] == ["w1", 1.5]
     assert root[15:18] == [["step*"], 3, 2]
     assert [row[1] for row in root[18]] == [125, 96, 24, 12, 24, 64, 155]
+    assert root[19:] == [""]  # the door, which the first manifests do not have
 
 
 def test_a_manifest_of_version_1_can_still_be_read() -> None:

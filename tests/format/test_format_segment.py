@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from groupio.errors import FormatError, IntegrityError, InvalidInput
-from groupio.format import segment as segment_module
+from groupio.format import segment_scan
 from groupio.format.columns import Section, pack_array
 from groupio.format.records import segment_name
 from groupio.format.segment import (
@@ -39,7 +39,7 @@ def test_a_segment_comes_back(chunks: list[bytes], scan_bytes: int) -> None:
     data = sample_segment(chunks)
     with pytest.MonkeyPatch.context() as patch:
         # Small pieces, so that pieces end before, at and in the middle of chunks.
-        patch.setattr(segment_module, "SCAN_BYTES", scan_bytes)
+        patch.setattr(segment_scan, "SCAN_BYTES", scan_bytes)
         reader = reader_of(data)
         steps: list[int] = []
         reader.verify_data(steps.append)
@@ -167,8 +167,8 @@ def forged_header(**fields: Any) -> bytes:
 
 def test_headers_with_right_digests_and_impossible_content() -> None:
     assert forged_header() == encode_header(HEADER)
-    with pytest.raises(FormatError, match="version 2"):
-        decode_header(forged_header(version=2), PATH)
+    with pytest.raises(FormatError, match="version 3"):
+        decode_header(forged_header(version=3), PATH)
     for fields in ({"magic": b"GRPIOSEX"}, {"lineage": 0}, {"node": b"\xff"}, {"node_length": 0}):
         with pytest.raises(IntegrityError):
             decode_header(forged_header(**fields), "p")

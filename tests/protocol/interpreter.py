@@ -202,6 +202,7 @@ class Interpreter:
                 launch_id=given.get("launch"),
                 job=given.get("job"),
                 metadata={"note": given["note"]} if "note" in given else {},
+                door=given.get("door", ""),
             )
         )
 

@@ -75,7 +75,8 @@ def _to_store(effect: fx.Effect) -> str | None:
             ranks = sorted(m.rank for r in effect.reports for m in r.members)
             text = f"store: prepare g{g} {short(key)} ranks={','.join(map(str, ranks))}"
             text += f" replicated={','.join(effect.replicated)}" if effect.replicated else ""
-            return text + (f" metadata={effect.metadata}" if effect.metadata else "")
+            text += f" metadata={effect.metadata}" if effect.metadata else ""
+            return text + (f" door={effect.door}" if effect.door else "")
         case fx.CompareEpoch(group=g, key=key):
             return f"store: compare g{g} with {short(key)}"
         case fx.Decide(group=g, key=key, commit=True):
@@ -94,7 +95,8 @@ def _to_node(effect: fx.Effect) -> str | None:
         case fx.AdmitGroup(node=node, group=g, key=key, seats=seats):
             how = "" if effect.store else ", only to compare"
             full = "" if effect.when_full == "wait" else f", {effect.when_full} when full"
-            return f"{node} <- admit g{g} {short(key)} ranks={ranks_of(seats)}{how}{full}"
+            door = f", door={effect.door}" if effect.door else ""
+            return f"{node} <- admit g{g} {short(key)} ranks={ranks_of(seats)}{how}{full}{door}"
         case fx.StartCopy(node=node, group=g):
             return f"{node} <- start g{g}"
         case fx.AbortGroup(node=node, group=g):
@@ -153,8 +155,9 @@ def _on_node(effect: fx.Effect) -> str | None:
             return f"populate arena {arena} {in_mib(offset)}+{in_mib(length)}"
         case fx.Punch(arena=arena, offset=offset, length=length):
             return f"punch arena {arena} {in_mib(offset)}+{in_mib(length)}"
-        case fx.StartJob(group=g, store=store):
-            return f"job g{g} starts" + ("" if store else ", only to compare")
+        case fx.StartJob(group=g, store=store, door=door):
+            how = "" if store else ", only to compare"
+            return f"job g{g} starts{how}" + (f", with frames for {door}" if door else "")
         case fx.AddWave(group=g, rank=rank, number=number):
             return f"job g{g} gets wave {number + 1} of rank {rank}"
         case fx.FinishJob(group=g):

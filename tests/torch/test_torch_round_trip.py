@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import groupio
 import groupio.torch as gt
@@ -22,7 +23,7 @@ from groupio.errors import (
     NotFound,
     StateMismatch,
 )
-from groupio.torch.flatten import STRUCTURE
+from groupio.format.structure import PATHS, STRUCTURE
 from groupio.torch.tensors import as_integers
 
 WAIT_S = 60.0
@@ -290,7 +291,7 @@ def test_what_cannot_be_saved_says_where(store: str) -> None:
     with pytest.raises(InvalidInput, match=r"'k'"):
         gt.save({"k": [1, {2, 3}]}, store, step=1)
     with pytest.raises(InvalidInput, match="verify_replicas"):
-        gt.save({"k": 1}, store, step=1, verify_replicas="sampled")
+        gt.save({"k": 1}, store, step=1, verify_replicas="some")
     with pytest.raises(InvalidInput, match="dcp_door"):
         gt.save({"k": 1}, store, step=1, dcp_door="yes")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="step"):
@@ -302,11 +303,51 @@ def test_the_missing_door_is_said(store: str) -> None:
     assert not any("door" in n for n in save({"a": 1}, store, step=2, dcp_door=False).times.notes)
 
 
-def test_epochs_of_the_plain_client_are_told_apart(store: str) -> None:
+def test_epochs_of_the_plain_client_are_matched_by_name(store: str) -> None:
     with groupio.connect(store) as client:
-        client.save({"a": 1}, epoch=1).wait("durable", WAIT_S)
-    with pytest.raises(InvalidInput, match=r"groupio\.Client\.load"):
-        gt.load({"a": 1}, store)
+        items = {"a": 1, "m.w": torch.ones(3), "m.0": np.arange(4.0), "groupio:x": 1}
+        client.save(items, epoch=1).wait("durable", WAIT_S)
+    into: dict[Any, Any] = {"a": 0, "m": {"w": torch.zeros(3), 0: torch.zeros(4).double()}}
+    assert gt.load(into, store) == gt.LoadReport(1)
+    assert into["a"] == 1
+    assert into["m"]["w"].tolist() == [1, 1, 1]
+    assert into["m"][0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(StateMismatch) as caught:
+        gt.load({"a": 0, "m": {"v": torch.zeros(3), "w": torch.zeros(2)}}, store)
+    assert caught.value.missing == ("m.v",)
+    assert caught.value.unexpected == ("m.0",)
+    assert caught.value.different == ("m.w",)
+
+
+def test_paths_of_the_dcp_classes_give_whole_subtrees(store: str) -> None:
+    paths = {"o.state.0.m": ["o", "state", "0", "m"], "o.groups.0.lr": ["o", "groups", 0, "lr"]}
+    with groupio.connect(store) as client:
+        items = {"o.state.0.m": torch.ones(3), "o.groups.0.lr": 0.5, PATHS: paths}
+        client.save(items, epoch=1).wait("durable", WAIT_S)
+    into: dict[Any, Any] = {"o": {"state": {0: {"m": torch.zeros(3)}}, "groups": None}}
+    assert gt.load(into, store) == gt.LoadReport(1)
+    assert into["o"]["state"][0]["m"].tolist() == [1, 1, 1]
+    assert into["o"]["groups"] == [{"lr": 0.5}]
+    whole: dict[Any, Any] = {"o": None}
+    gt.load(whole, store)
+    assert list(whole["o"]) == ["state", "groups"]
+    assert whole["o"]["state"]["0"]["m"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_torch_is_no_store(tmp_path: Path, store: str) -> None:
+    folder = tmp_path / "stock"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(InvalidInput, match=r"torch\.distributed\.checkpoint\.load.*groupio"):
+        gt.load({"w": torch.zeros(2)}, folder)
+    with pytest.raises(InvalidInput, match=r"torch\.distributed\.checkpoint\.load.*groupio"):
+        gt.save({"w": torch.zeros(2)}, folder, step=1)
+    save({"w": torch.ones(2)}, store)
+    view = Path(store, "dcp", "1")
+    view.mkdir(parents=True, exist_ok=True)
+    (view / ".metadata").touch()
+    with pytest.raises(InvalidInput, match=f"give {store} and step=1"):
+        gt.load({"w": torch.zeros(2)}, view)
 
 
 def test_the_client_reads_what_torch_saved(store: str) -> None:

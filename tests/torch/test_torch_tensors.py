@@ -89,16 +89,23 @@ def test_a_rank_outside_of_the_mesh_holds_nothing(fake_world: int) -> None:
     assert local.tensor.numel() == 0
 
 
-@pytest.mark.parametrize(
-    ("placement", "words"), [(Partial(), "Partial"), (_StridedShard(0, split_factor=2), "_S(0, 2)")]
-)
-def test_placements_that_cannot_be_stored(fake_world: int, placement: Any, words: str) -> None:
+def test_placements_that_cannot_be_stored(fake_world: int) -> None:
     mesh = init_device_mesh("cpu", (8,))
-    tensor = DTensor.from_local(torch.zeros(2, 4), mesh, [placement], run_check=False)
+    tensor = DTensor.from_local(torch.zeros(2, 4), mesh, [Partial()], run_check=False)
     with pytest.raises(InvalidInput, match=r"\['a'\]\[0\]") as caught:
         local_part(tensor, PATH)
-    assert words in caught.value.message
+    assert "Partial" in caught.value.message
     assert "redistribute" in caught.value.message
+
+
+@pytest.mark.parametrize("fake_world", [3], indirect=True)
+def test_strided_shards_are_several_boxes(fake_world: int) -> None:
+    mesh = init_device_mesh("cpu", (4, 2))
+    placements = [_StridedShard(0, split_factor=2), Replicate()]
+    local = local_part(make(mesh, placements, (16, 3)), PATH)
+    assert [box for _, box in local.boxes()] == [((2, 0), (2, 3)), ((10, 0), (2, 3))]
+    assert [part.shape for part, _ in local.boxes()] == [(2, 3)] * 2
+    assert local.replicated
 
 
 def test_a_local_part_of_another_shape_is_refused(fake_world: int) -> None:

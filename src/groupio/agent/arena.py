@@ -61,7 +61,7 @@ class MemberArena:
     """One memfd; offsets and lengths are bytes, multiples of PAGE_BYTES. Thread-safe."""
 
     def __init__(self, name: str = "groupio-arena") -> None:
-        self._fd = _sealed_memfd(name)
+        self._fd = sealed_memfd(name)
         self._size = 0
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class MemberArena:
             raise ValueError(f"an extent of whole pages is needed, not {length} at {offset}")
 
 
-def _sealed_memfd(name: str) -> int:
+def sealed_memfd(name: str) -> int:
     """A memfd that cannot be made smaller: a rank that did so would kill the agent by SIGBUS."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:

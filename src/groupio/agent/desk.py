@@ -105,6 +105,7 @@ class Desk:
             self._refuse(peer, message.save_id, error)
             return
         self._driver.flushing.items[peer.client, message.save_id] = (items, message.items_id)
+        self._driver.doors.opened(job, peer.client, message)
         self._driver.tell_machine(ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout))
         now = time.monotonic()
         self._driver.tell_controller(
@@ -129,6 +130,7 @@ class Desk:
                 rewind_to=hello.rewind_to,
                 launch_id=hello.launch_id,
                 metadata=message.metadata,
+                door=message.door,
             ),
         )
 
@@ -143,6 +145,13 @@ class Desk:
 
     def tell(self, effect: fx.TellReached | fx.TellFailed) -> None:
         """Send a level or a failure to its member, if it is still there."""
+        self._tell(effect)
+        if isinstance(effect, fx.TellFailed):
+            self._driver.doors.decided(effect.seat, committed=False)
+        elif effect.level is Level.DURABLE:
+            self._driver.doors.decided(effect.seat, committed=True)
+
+    def _tell(self, effect: fx.TellReached | fx.TellFailed) -> None:
         seat, metrics = effect.seat, self._driver.metrics
         over = isinstance(effect, fx.TellFailed) or effect.level is Level.DURABLE
         if over:

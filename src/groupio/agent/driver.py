@@ -20,6 +20,7 @@ from typing import Any
 import groupio
 from groupio.agent.arena import MemberArena
 from groupio.agent.desk import Desk
+from groupio.agent.doors import Doors
 from groupio.agent.flushing import Flushing
 from groupio.agent.identity import Writer, node_name
 from groupio.agent.job import Job
@@ -68,6 +69,7 @@ class Driver:
         self.copies_active = 0
         self.workers = WorkerPool(copies_active=lambda: self.copies_active)
         self.flushing = Flushing(self)
+        self.doors = Doors(self)
         self.desk = Desk(self)
         self._numbers = count(1)
         self._group_job: dict[int, Job] = {}
@@ -103,6 +105,7 @@ class Driver:
         for job in self.jobs.values():
             job.end()
         self._populating.shutdown(wait=False, cancel_futures=True)
+        self.doors.close()
         self.workers.close(timeout_s=5.0)
         for arena in self.arenas.values():
             arena.close()
@@ -122,7 +125,8 @@ class Driver:
     @property
     def idle(self) -> bool:
         """Nothing is in flight."""
-        return all(job.idle for job in self.jobs.values()) and not self.machine.groups
+        busy = self.machine.groups or self.doors.busy
+        return not busy and all(job.idle for job in self.jobs.values())
 
     def _look_around(self) -> None:
         """Close stores that nobody uses; end when idle or drained."""
@@ -294,7 +298,15 @@ class Driver:
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
             store = JobStore(path, name, self.node, self.writer, hello.file_mode)
-            job = Job(path, store, self._numbers, lambda e: None, self.flushing.delete_segments)
+            flushing = self.flushing
+            job = Job(
+                path,
+                store,
+                self._numbers,
+                lambda e: None,
+                flushing.delete_segments,
+                flushing.see,
+            )
             job.answer = lambda e, job=job: self.post(  # type: ignore[misc]
                 lambda: self.tell_controller(job, e)
             )
@@ -307,6 +319,7 @@ class Driver:
         self.do(lambda: self._run(job, job.controller.handle(event)))
         if isinstance(event, ev.StoreOpened):
             self.do(lambda: self._stand_by(job))
+            self.do(lambda: self.doors.recover(job))
 
     def tell_machine(self, event: Any) -> None:
         """Feed an event to the agent machine and execute its effects."""

@@ -77,6 +77,23 @@ class Flushing:
         if found is not None:
             found[0].delete_segments()
 
+    def see(self, group: int, rank: int, place: int, length: int) -> memoryview | None:
+        """``length`` bytes at virtual offset ``place`` of a lease, before its group is decided.
+
+        Called from the store's thread: nothing about the lease changes any more. None when the
+        bytes are not there, because a later wave took their place or the member is elsewhere.
+        """
+        node_group = self._driver.machine.groups.get(group)
+        lease = node_group.leases.get(rank) if node_group is not None else None
+        if lease is None or lease.extent is None:
+            return None
+        wave = lease.waves[-1]
+        if not wave.virt_lo <= place <= place + length <= wave.virt_hi:
+            return None
+        arena = self._driver.arenas[lease.extent.arena]
+        view = arena.map(lease.extent.offset, wave.virt_hi - wave.virt_lo)
+        return view[place - wave.virt_lo : place - wave.virt_lo + length]
+
     def _post(self, event: object) -> None:
         self._driver.post(lambda: self._driver.tell_machine(event))
 
@@ -97,6 +114,7 @@ class Flushing:
             key=effect.key,
             node=self._driver.node,
             write=effect.store,
+            framed=effect.door == "dcp",
             known=store.known if effect.store else None,
             workers=self._driver.workers,
             on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),

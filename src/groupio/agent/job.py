@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from groupio.agent.store import JobStore
@@ -31,6 +32,8 @@ class Job:
     numbers: Iterator[int]
     answer: Answer
     delete_segments: Callable[[int], None]
+    see: Callable[[int, int, int, int], memoryview | None]
+    """Bytes of a lease of the job's groups: ``see(group, rank, place, length)``."""
     controller: Controller = field(init=False)
     settling: list[Any] = field(default_factory=list)
     _thread: ThreadPoolExecutor = field(init=False)
@@ -86,7 +89,9 @@ class Job:
                 )
             case fx.PrepareEpoch(group=group):
                 return (
-                    lambda: ev.Prepared(group, self.store.prepare(effect)),
+                    lambda: ev.Prepared(
+                        group, self.store.prepare(effect, partial(self.see, group))
+                    ),
                     lambda e: ev.Prepared(group, error=e),
                 )
             case fx.CompareEpoch(group=group, key=key):

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,14 @@ from groupio.agent.flush import gather
 from groupio.agent.found import IN_NO_SEGMENT, FoundChunks, older_segment
 from groupio.agent.hashing import digest_chunks, split_tasks
 from groupio.agent.known import KnownChunks, KnownIndex
-from groupio.agent.segment_writer import Place, Segment, SegmentWriter
+from groupio.agent.placing import NewChunks, find_runs
+from groupio.agent.segment_writer import Place, Segment, SegmentWriter, Tensors
 from groupio.agent.workers import WorkerPool
 from groupio.backend.base import Backend
 from groupio.errors import GroupIOError
 from groupio.format.items import encode_items, items_id
 from groupio.model import DIGEST_BYTES, DecisionKey, ItemSpec, MemberTable, NodeReport
+from groupio.plan.frames import framable
 from groupio.plan.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -57,8 +59,11 @@ class _Member:
 
     rank: int
     items: tuple[ItemSpec, ...]
+    layout: Layout
     refs: npt.NDArray[np.int64]
     table_id: bytes
+    framed: npt.NDArray[np.bool_] | None = None
+    """Which items get frames; None until the first new chunks are placed."""
 
 
 @dataclass(slots=True)
@@ -75,6 +80,16 @@ class _Wave:
     """Tasks that are not hashed and written yet."""
 
 
+class _Task(NamedTuple):
+    """Hashed chunks of a wave, the first of them chunk ``first`` of the member."""
+
+    wave: _Wave
+    first: int
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    digests: list[bytes]
+
+
 class FlushJob:
     """Hashes and stores the waves of one group's members on this node.
 
@@ -82,7 +97,8 @@ class FlushJob:
     each chunk of the wave is hashed and, if new, written (its memory may be reused, nothing is
     durable yet); then once either ``on_done(report)`` (everything the report names is durable) or
     ``on_error(error)`` (the job has stopped; ``cancel`` it). With ``write=False`` chunks are only
-    hashed: the report has no segments.
+    hashed: the report has no segments. With ``framed=True`` the segments of this job also have the
+    frames through which torch reads the tensors in them (:mod:`groupio.format.frames`).
     """
 
     def __init__(
@@ -93,6 +109,7 @@ class FlushJob:
         key: DecisionKey,
         node: str,
         write: bool,
+        framed: bool = False,
         known: KnownChunks | None,
         workers: WorkerPool,
         on_wave: Callable[[int, int], None],
@@ -107,7 +124,8 @@ class FlushJob:
         self._on_wave = on_wave
         self._on_done = on_done
         self._on_error = on_error
-        self._writer = SegmentWriter(backend, store_id=store_id, key=key, node=node)
+        self._framed = framed
+        self._writer = SegmentWriter(backend, store_id=store_id, key=key, node=node, framed=framed)
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._table = FoundChunks()
@@ -142,7 +160,7 @@ class FlushJob:
         """
         starts = layout.chunk_start[chunk_lo:chunk_hi] - virt_lo
         lengths = layout.chunk_length[chunk_lo:chunk_hi]
-        tasks = split_tasks(lengths)
+        tasks = split_tasks(lengths, layout.chunk_item[chunk_lo:chunk_hi])
         with self._lock:
             if self._finishing:
                 raise ValueError(f"rank {rank} has another wave after the job's end was announced")
@@ -151,7 +169,7 @@ class FlushJob:
             member = self._members.get(rank)
             if member is None:
                 refs = np.full(len(layout.chunk_start), -1, np.int64)
-                member = self._members[rank] = _Member(rank, items, refs, table_id)
+                member = self._members[rank] = _Member(rank, items, layout, refs, table_id)
             self._outstanding += len(tasks)
         work = _Wave(member, wave, chunk_lo, starts, lengths, view, len(tasks))
         for lo, hi in tasks:
@@ -199,24 +217,25 @@ class FlushJob:
             return False
         starts, lengths = wave.starts[lo:hi], wave.lengths[lo:hi]
         digests = digest_chunks(view, starts, lengths)
-        where, own = self._record(wave, lo, digests, lengths)
+        where = self._record(_Task(wave, wave.chunk_lo + lo, starts, lengths, digests))
         if where is None:
             return False
-        gathered = gather(view, starts[own], lengths[own], where.placement, self._take_bounce)
+        gathered = gather(view, where.placement, self._take_bounce)
         if gathered is None:
             return False
         self._writer.put(where, gathered.views, gathered.bounce, wave)
         self._workers.submit_write(self._run_write)
         return True
 
-    def _record(
-        self, wave: _Wave, lo: int, digests: list[bytes], lengths: npt.NDArray[np.int64]
-    ) -> tuple[Place | None, npt.NDArray[np.int64]]:
-        """Enter the chunks into the table; the place of those to write, and which they are."""
+    def _record(self, task: _Task) -> Place | None:
+        """Enter the chunks into the table; the place of those to write, if there are any."""
+        digests, lengths, member = task.digests, task.lengths, task.wave.member
         known = np.full(len(digests), -1, np.int64)
         if self._known is not None and len(self._known.prefix):
             raw = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
             known = self._known.find(raw, lengths)
+        if self._framed and member.framed is None:
+            member.framed = framable(member.items)
         where: Place | None = None
         with self._lock:
             found, new_list = self._table.claim(digests)
@@ -230,14 +249,27 @@ class FlushJob:
                 segments[hit] = older_segment(self._known.segments[rows])
                 offsets[hit] = self._known.offsets[rows]
             if self._write and len(own):
-                where = self._writer.append([digests[i] for i in own.tolist()], lengths[own])
+                where = self._append(task, own)
                 segments[known[new] < 0] = where.segment.seq
                 offsets[known[new] < 0] = where.offsets
             self._table.fill(lengths[new], segments, offsets)
-            at = wave.chunk_lo + lo
-            wave.member.refs[at : at + len(found)] = found
+            member.refs[task.first : task.first + len(found)] = found
             self._count(int(lengths.sum()), len(found), int(lengths[new].sum()), lengths[own])
-        return where, own
+        return where
+
+    def _append(self, task: _Task, own: npt.NDArray[np.int64]) -> Place:
+        """Give places to the chunks ``own`` of a task."""
+        member, layout = task.wave.member, task.wave.member.layout
+        numbers = task.first + own
+        items = layout.chunk_item[numbers]
+        first = find_runs(numbers, items)
+        owners = items[first]
+        framed = np.zeros(len(first), np.bool_) if member.framed is None else member.framed[owners]
+        return self._writer.append(
+            [task.digests[i] for i in own.tolist()],
+            NewChunks(task.starts[own], task.lengths[own], first, framed),
+            Tensors(member.items, owners, numbers[first] - layout.item_chunk[owners]),
+        )
 
     def _count(self, total: int, chunks: int, unique: int, own: npt.NDArray[np.int64]) -> None:
         counts = self._counts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -16,18 +16,43 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from groupio.agent.hashing import Placement, place
+from groupio.agent.placing import NewChunks, Placement, place
 from groupio.backend.base import SEGMENTS, Backend, SegmentFile
 from groupio.errors import GroupIOError
 from groupio.format.records import segment_name
 from groupio.format.segment import SegmentHeader, encode_footer, encode_header
-from groupio.model import PAGE_BYTES, DecisionKey, SegmentRef
+from groupio.model import PAGE_BYTES, DecisionKey, ItemSpec, SegmentRef
+from groupio.plan.frames import Run, frame_table
 
 SEGMENT_BYTES = 4 << 30
 """A segment that reaches this size is closed and another one started."""
 
+FRAMED_SEGMENT_BYTES = 3 << 30
+"""The same for a framed one: with its frames it has to stay below 4 GiB."""
+
+FRAMED_CHUNKS_MAX = 200_000
+"""So many chunks of one segment get a frame: below 100 MB, which are made in memory."""
+
 WRITE_BYTES = 16 << 20
 """Neighbouring batches are joined up to this size of one write."""
+
+
+class Tensors(NamedTuple):
+    """What the runs of new chunks are: the chunks of ``items[owners[k]]`` from ``numbers[k]`` on.
+
+    ``owners`` and ``numbers`` int64[r] have an entry for each run, framed or not.
+    """
+
+    items: tuple[ItemSpec, ...]
+    owners: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+
+
+class _FramedRuns(NamedTuple):
+    """The framed runs of one place, by row: owner, number, count of chunks, offset."""
+
+    items: tuple[ItemSpec, ...]
+    rows: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -46,7 +71,15 @@ class Segment:
     digests: list[bytes] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
     offsets: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    framed_runs: list[_FramedRuns] = field(default_factory=list)
+    framed_chunks: int = 0
     opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def runs(self) -> Iterator[Run]:
+        """The runs that need frames, in the order of their places."""
+        for items, rows in self.framed_runs:
+            for owner, number, count, offset in rows.tolist():
+                yield Run(items[owner], number, count, offset)
 
 
 class Place(NamedTuple):
@@ -75,11 +108,21 @@ class Batch(NamedTuple):
 class SegmentWriter:
     """Appends chunks to ``<key>-<node>-<seq>.seg`` files; thread-safe.
 
-    Nothing is created before the first chunk comes.
+    Nothing is created before the first chunk comes. With ``framed`` the segments have frames, for
+    those runs that ask for them.
     """
 
-    def __init__(self, backend: Backend, *, store_id: str, key: DecisionKey, node: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        store_id: str,
+        key: DecisionKey,
+        node: str,
+        framed: bool = False,
+    ) -> None:
         self._backend = backend
+        self._framed = framed
         self._store_id = store_id
         self._key = key
         self._node = node
@@ -88,18 +131,25 @@ class SegmentWriter:
         self._waiting: list[Batch] = []
         self._number = 0
 
-    def append(self, digests: Sequence[bytes], lengths: npt.NDArray[np.int64]) -> Place:
+    def append(self, digests: Sequence[bytes], new: NewChunks, tensors: Tensors) -> Place:
         """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
-        placement = place(lengths)
+        placement = place(new)
+        counts = np.diff(new.first, append=len(new.lengths))
+        framed_chunks = int(counts[new.framed].sum())
         with self._lock:
-            segment = self._with_room(placement.nbytes)
+            segment = self._with_room(placement.total, framed_chunks)
             start = segment.end
             offsets = start + placement.offsets
-            segment.end += placement.nbytes
+            segment.end += placement.total
             segment.pending += 1
             segment.digests.extend(digests)
-            segment.lengths.append(lengths)
+            segment.lengths.append(new.lengths)
             segment.offsets.append(offsets)
+            if framed_chunks:
+                columns = (tensors.owners, tensors.numbers, counts, offsets[new.first])
+                rows = np.stack(columns, axis=1)[new.framed]
+                segment.framed_runs.append(_FramedRuns(tensors.items, rows))
+                segment.framed_chunks += framed_chunks
         return Place(segment, start, offsets, placement)
 
     def put(
@@ -112,7 +162,7 @@ class SegmentWriter:
             batch = Batch(
                 segment.seq,
                 where.start,
-                where.placement.nbytes,
+                where.placement.total,
                 self._number,
                 views,
                 bounce,
@@ -162,6 +212,7 @@ class SegmentWriter:
             np.concatenate(segment.lengths),
             np.frombuffer(b"".join(segment.digests), np.uint8).reshape(-1, 32),
             segment.end,
+            frame_table(segment.runs()) if self._framed else None,
         )
         segment.file.write_tail(segment.end, footer)
         segment.file.sync_close(segment.end + len(footer))
@@ -195,10 +246,12 @@ class SegmentWriter:
         if first is not None:
             raise first
 
-    def _with_room(self, nbytes: int) -> Segment:
+    def _with_room(self, nbytes: int, framed_chunks: int) -> Segment:
         if self._segments:
             last = self._segments[-1]
-            if last.end + nbytes <= SEGMENT_BYTES:
+            limit = FRAMED_SEGMENT_BYTES if self._framed else SEGMENT_BYTES
+            crowded = last.framed_chunks + framed_chunks > FRAMED_CHUNKS_MAX
+            if last.end + nbytes <= limit and not crowded:
                 return last
             last.full = True
         seq = len(self._segments)
@@ -214,7 +267,13 @@ class SegmentWriter:
 
     def _header_page(self, seq: int) -> memoryview:
         header = encode_header(
-            SegmentHeader(store_id=self._store_id, key=self._key, node=self._node, seq=seq)
+            SegmentHeader(
+                store_id=self._store_id,
+                key=self._key,
+                node=self._node,
+                seq=seq,
+                framed=self._framed,
+            )
         )
         page = mmap.mmap(-1, PAGE_BYTES)  # page-aligned, as a direct write needs it
         page[: len(header)] = header

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from groupio.agent.differing import See, check_replicas
 from groupio.agent.identity import Writer
 from groupio.agent.known import KnownChunks
 from groupio.agent.recovery import recover
@@ -16,7 +17,6 @@ from groupio.errors import (
     GroupIOError,
     IntegrityError,
     NotFound,
-    ReplicaDivergence,
 )
 from groupio.format.manifest import ManifestReader, encode_manifest
 from groupio.format.records import (
@@ -174,13 +174,13 @@ class JobStore:
         )
         self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
 
-    def prepare(self, effect: fx.PrepareEpoch) -> bytes:
-        """Check, build and write the epoch record; returns its content id. Durable on return."""
-        reports = effect.reports
-        merged = dedup.merge(reports)
-        found = dedup.divergence(reports, merged)
-        if found:
-            raise _divergence(effect.key.epoch, found)
+    def prepare(self, effect: fx.PrepareEpoch, see: See) -> bytes:
+        """Check, build and write the epoch record; returns its content id. Durable on return.
+
+        ``see`` shows bytes of the members' leases, which last until the answer.
+        """
+        merged = dedup.merge(effect.reports)
+        check_replicas(effect.key.epoch, effect.reports, merged, see)
         manifest = self._build(effect, merged)
         for segment in manifest.segments:
             if not segment.own:
@@ -208,6 +208,7 @@ class JobStore:
             created_at=time.time(),
             metadata=effect.metadata,
             replicated=effect.replicated,
+            door=effect.door,
             merged=merged,
         )
 
@@ -280,17 +281,3 @@ class JobStore:
 
 def _gone(there: int, size: int) -> str:
     return "is gone" if there < 0 else f"has {there} bytes instead of {size}"
-
-
-def _divergence(epoch: int, found: Sequence[dedup.Divergence]) -> ReplicaDivergence:
-    names = [one.item for one in found]
-    ranks = sorted({rank for one in found for rank in one.ranks})
-    shown = ", ".join(repr(name) for name in names[:5]) + (" ..." if len(names) > 5 else "")
-    return ReplicaDivergence(
-        f"Epoch {epoch}: {len(names)} item(s) declared replicated differ between members: {shown}, "
-        f"on rank(s) {', '.join(map(str, ranks))}; declare them per rank, or find out why the "
-        "replicas drifted apart.",
-        items=names,
-        members=ranks,
-        epoch=epoch,
-    )

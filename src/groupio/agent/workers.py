@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 Task = Callable[[], None]
 
-BOUNCE_BYTES = 8 << 20
-"""Size of one bounce buffer."""
+BOUNCE_BYTES = (16 << 20) + (64 << 10)
+"""Size of one bounce buffer: a write of full size, and what stands around its chunks."""
 
 NICE = 5
 """CPU priority of the hash threads: below the ranks', but not at the bottom.
@@ -94,7 +94,7 @@ class WorkerPool:
         cpu_count: int | None = None,
         nice: int = NICE,
     ) -> None:
-        self.bounce = BouncePool(hash_threads + write_threads + 4)
+        self.bounce = BouncePool(hash_threads + write_threads + 2)
         self._copies_active = copies_active
         self._cpu_count = cpu_count or len(os.sched_getaffinity(0))
         self._pausing_since: float | None = None

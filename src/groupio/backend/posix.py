@@ -22,6 +22,7 @@ from groupio.backend.base import (
     STORE_RECORD,
     BackendInfo,
 )
+from groupio.backend.doors import Doors
 from groupio.backend.faults import free_bytes, storage_error
 from groupio.backend.folders import (
     Folder,
@@ -329,6 +330,18 @@ class PosixBackend(PosixTree):
         ``force`` makes names durable that others created.
         """
         self._writable(folder).sync(force=force)
+
+    def doors(self) -> Doors:
+        """The doors of the store; what is made there has the permissions of its segments."""
+        return Doors(self._root, self._door_modes)
+
+    def _door_modes(self) -> Modes:
+        segments = self._writable(SEGMENTS)
+        try:
+            mode = os.fstat(segments.fd).st_mode & 0o777
+        except OSError as error:
+            raise storage_error(error, segments.path, "look at") from error
+        return Modes(mode & 0o666, mode, exact=True)
 
     @property
     def is_sound(self) -> bool:

@@ -158,7 +158,7 @@ class Placer:
                 except OSError as error:
                     if self.mode == LINK or error.errno not in _NO_LINKS:
                         raise
-            _rename_noreplace(source.fd, old, target.fd, new)
+            rename_with(_RENAME_NOREPLACE, source.fd, old, target.fd, new)
             self.mode = RENAME
             return True
         except FileExistsError:
@@ -180,12 +180,13 @@ class Placer:
             ) from error
 
 
-def _rename_noreplace(source: int, old: str, target: int, new: str) -> None:
+def rename_with(flags: int, source: int, old: str, target: int, new: str) -> None:
+    """``renameat2`` with ``flags``; OSError (ENOSYS) where the C library has none."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:  # a C library older than 2018
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     ctypes.set_errno(0)
-    if function(source, os.fsencode(old), target, os.fsencode(new), _RENAME_NOREPLACE) != 0:
+    if function(source, os.fsencode(old), target, os.fsencode(new), flags) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

@@ -1,4 +1,4 @@
-"""``groupio export``: one epoch as plain files and safetensors, for any other tool."""
+"""``groupio export``: one epoch as plain files and safetensors, or through a door for torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from groupio.cli.output import (
     text,
 )
 from groupio.cli.plainjson import to_json
-from groupio.cli.show import EpochArgument, LineageOption, epoch_json, item_json
+from groupio.cli.show import LineageOption, epoch_json, item_json
+from groupio.client.chunk_reader import default_threads
 from groupio.client.store_reader import StoreReader
+from groupio.door.publish import has_door, make_door
 from groupio.errors import StorageFull
 from groupio.format.dtypes import dtype_from_name
 from groupio.format.manifest import ManifestReader
@@ -81,8 +83,20 @@ class _Member:
 
 def export(
     store: StoreArgument,
-    epoch: EpochArgument,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new or empty directory.")],
+    epoch: Annotated[
+        str | None,
+        typer.Argument(metavar="[EPOCH]", help="A committed epoch; default 'latest' with --dcp."),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="A new or empty directory.")
+    ] = None,
+    dcp: Annotated[
+        bool,
+        typer.Option("--dcp", help="Make STORE/dcp/EPOCH, which torch reads without groupio."),
+    ] = False,
+    epoch_option: Annotated[
+        str | None, typer.Option("--epoch", metavar="N", help="The same as EPOCH.")
+    ] = None,
     member: Annotated[
         int | None, typer.Option("--member", min=0, help="Only this rank's items.")
     ] = None,
@@ -92,10 +106,63 @@ def export(
     ] = 3600.0,
     as_json: JsonFlag = False,
 ) -> int:
-    """Write an epoch as safetensors and plain files, every chunk verified.
+    """Write an epoch as safetensors and plain files (--to), or make its door for torch (--dcp).
 
-    DIR/index.json, written last, names every item. Item names never become file names.
+    Every chunk that is written is verified. DIR/index.json, written last, names every item; item
+    names never become file names.
     """
+    if None not in (epoch, epoch_option):
+        raise CommandError("give the epoch once: as EPOCH or with --epoch")
+    wanted = epoch or epoch_option
+    if dcp:
+        if to is not None or member is not None:
+            raise CommandError(
+                "--dcp makes a door inside of the store: leave out --to and --member"
+            )
+        return _export_door(store, wanted or "latest", lineage, as_json)
+    if wanted is None or to is None:
+        raise CommandError("give EPOCH and --to DIR, or --dcp")
+    return _export_files(store, wanted, to, member, lineage, deadline_s, as_json)
+
+
+def _export_door(store: str, epoch: str, lineage: int | None, as_json: bool) -> int:
+    with StoreReader.open(store) as reader:
+        catalog = read_catalog(reader.backend)
+        key = catalog.find(epoch, lineage)
+        shown = catalog.visible.get(key.epoch, key)
+        if shown != key:
+            raise CommandError(
+                f"the door of epoch {key.epoch} belongs to lineage {shown.lineage}, the newest one "
+                "that has this epoch; export the other with --to"
+            )
+        manifest = reader.manifest(key)
+        assert manifest is not None
+        with error_console().status("making the door"):
+            door = make_door(reader, manifest, threads=default_threads())
+    if as_json:
+        body = {"door": door.path, "epoch": door.epoch, "files": len(door.files)}
+        body |= {"bytes": door.bytes, "bytes_copied": door.copied, "tensors": door.tensors}
+        body |= {"values": door.values, "pieces": door.pieces, "unseen": list(door.unseen)}
+        emit_json("export", body)
+        return OK
+    console().print(
+        f"epoch {door.epoch}: {door.tensors} tensors in {door.pieces} pieces and {door.values} "
+        f"values, {size(door.bytes)} in {text(door.path)}"
+    )
+    for name in door.unseen:
+        error_console().print(f"not in it, torch knows no such dtype in files: {text(name)}")
+    return OK
+
+
+def _export_files(
+    store: str,
+    epoch: str,
+    to: Path,
+    member: int | None,
+    lineage: int | None,
+    deadline_s: float,
+    as_json: bool,
+) -> int:
     with StoreReader.open(store) as reader:
         catalog = read_catalog(reader.backend)
         key = catalog.find(epoch, lineage)
@@ -103,9 +170,13 @@ def export(
         assert manifest is not None
         ranks = manifest.ranks if member is None else (manifest.member(member).rank,)
         _make_empty(to)
+        with reader.backend.doors() as doors:
+            door = has_door(doors, manifest.header)
         index: dict[str, Any] = {
             "schema": "groupio/export-index/1",
-            "epoch": epoch_json(manifest.header, abandoned=key not in catalog.visible.values()),
+            "epoch": epoch_json(
+                manifest.header, abandoned=key not in catalog.visible.values(), door=door
+            ),
             "store_id": manifest.header.store_id,
             "job": manifest.header.job,
             "members": [],

@@ -23,6 +23,7 @@ from groupio.cli.output import (
     text,
 )
 from groupio.cli.status import ranks as rank_list
+from groupio.door.publish import has_door
 from groupio.model import DecisionKey, EpochHeader, ItemSpec, Manifest
 
 ITEMS_SHOWN = 40
@@ -45,11 +46,13 @@ def list_epochs(store: StoreArgument, as_json: JsonFlag = False) -> int:
     with open_store(store) as backend:
         catalog = read_catalog(backend)
         path = backend.path
+        with backend.doors() as doors:
+            with_door = {k for k, header in catalog.committed.items() if has_door(doors, header)}
     visible = set(catalog.visible.values())
     if as_json:
         body = _store_json(catalog, path)
         body["epochs"] = [
-            epoch_json(header, abandoned=key not in visible)
+            epoch_json(header, abandoned=key not in visible, door=key in with_door)
             for key, header in sorted(catalog.committed.items())
         ]
         body["damaged"] = [
@@ -74,7 +77,7 @@ def _store_json(catalog: Catalog, path: str) -> dict[str, Any]:
     }
 
 
-def epoch_json(header: EpochHeader, *, abandoned: bool) -> dict[str, Any]:
+def epoch_json(header: EpochHeader, *, abandoned: bool, door: bool) -> dict[str, Any]:
     """The JSON of one committed epoch, as docs/cli.md describes it."""
     return {
         "epoch": header.epoch,
@@ -89,6 +92,7 @@ def epoch_json(header: EpochHeader, *, abandoned: bool) -> dict[str, Any]:
         "committed_at": iso(header.created_at),
         "content_id": header.content_id.hex(),
         "write_id": header.write_id,
+        "door": "dcp" if door else None,
         "metadata": header.metadata,
     }
 
@@ -135,12 +139,14 @@ def show_epoch(
                 opened.member(member)
             manifest = opened.manifest()
         path = backend.path
+        with backend.doors() as doors:
+            door = has_door(doors, manifest.header)
     abandoned = key not in catalog.visible.values()
     tables = item_tables(manifest, member)
     if as_json:
         body = _store_json(catalog, path)
         del body["latest"]
-        body["epoch"] = epoch_json(manifest.header, abandoned=abandoned)
+        body["epoch"] = epoch_json(manifest.header, abandoned=abandoned, door=door)
         body["segments"] = _segments_json(manifest)
         body["members"] = [
             {"rank": m.rank, "items": len(m.items), "bytes_logical": m.bytes_logical}
@@ -153,7 +159,7 @@ def show_epoch(
         ]
         emit_json("show", body)
         return OK
-    _print_epoch(manifest, abandoned)
+    _print_epoch(manifest, abandoned, f"{path}/dcp/{key.epoch}" if door else "")
     _print_items(tables, everything)
     return OK
 
@@ -191,7 +197,7 @@ def _segments_json(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _print_epoch(manifest: Manifest, abandoned: bool) -> None:
+def _print_epoch(manifest: Manifest, abandoned: bool, door: str) -> None:
     header, out = manifest.header, console()
     facts = table("", "")
     facts.show_header = False
@@ -205,6 +211,7 @@ def _print_epoch(manifest: Manifest, abandoned: bool) -> None:
     facts.add_row("logical", size(header.bytes_logical))
     facts.add_row("unique", f"{size(header.bytes_unique)} in {len(manifest.chunks)} chunks")
     facts.add_row("stored", f"{size(header.bytes_stored)} in segments of its own")
+    facts.add_row("door", text(door) if door else "none; `groupio export --dcp` makes one")
     if header.metadata:
         facts.add_row("metadata", text(header.metadata))
     out.print(facts)

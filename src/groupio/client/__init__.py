@@ -14,4 +14,8 @@ and of a load:
 ``store_reader``   a store on disk -> its epochs and their items; needs no agent
 ``destinations``   memory for items: new arrays or the caller's buffers
 ``chunk_reader``   chunks -> that memory, each verified before use
+``shared_read``    the same for the ranks of one host together: each chunk leaves the store once.
+                   ``shared_link`` (how they meet), ``shared_talk`` and ``shared_messages`` (what
+                   they say), ``shared_work`` (who reads and copies), ``shared_window`` (through
+                   which memory)
 """

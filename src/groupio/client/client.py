@@ -161,6 +161,29 @@ class Client:
         Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
         wrong stands on the handle; nothing is durable before its ``durable`` time is set.
         """
+        return self._save(
+            items,
+            epoch=epoch,
+            deadline_s=deadline_s,
+            replicated=replicated,
+            wait_for=wait_for,
+            when_full=when_full,
+            metadata=metadata,
+        )
+
+    def _save(
+        self,
+        items: Mapping[str, Any],
+        *,
+        epoch: int,
+        deadline_s: float = 600.0,
+        replicated: Iterable[str] = (),
+        wait_for: str = "released",
+        when_full: str = "wait",
+        metadata: Mapping[str, Any] | None = None,
+        door: str = "",
+    ) -> SaveHandle:
+        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp")."""
         called_at = time.monotonic()
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
@@ -183,9 +206,12 @@ class Client:
                 replicated=declared,
                 when_full=when_full,
                 metadata=kept,
+                door=door,
             )
 
         handle = SaveHandle(step, called_at, self.settings.replicas)
+        if door:
+            handle._expect_door()
         packer = self._get_packer()
         try:
             outgoing = packer.pack(items, declared)

@@ -101,7 +101,7 @@ class Connection:
         save.handle._listener = self._thread
 
     def saves(self) -> list[Save]:
-        """The saves that are not decided yet."""
+        """The saves that are not decided yet, or wait for their doors."""
         with self._lock:
             return list(self._saves.values())
 
@@ -185,6 +185,11 @@ class Connection:
                 self._on_reached(reached)
             case msg.Failed(save_id=save_id, error=error):
                 self._on_failed(save_id, error)
+            case msg.DoorDone(save_id=save_id, error=error):
+                with self._lock:
+                    save = self._saves.pop(save_id, None)
+                if save is not None:
+                    save.handle._door_done(error)
             case msg.Settled(request_id=request_id, error=error):
                 waiting = self._settles.get(request_id)
                 if waiting is not None:
@@ -221,8 +226,8 @@ class Connection:
         level = Level(reached.level)
         with self._lock:
             save = self._saves.get(reached.save_id)
-            if level is Level.DURABLE:
-                self._saves.pop(reached.save_id, None)
+            if level is Level.DURABLE and save is not None and not save.handle._awaits_door():
+                del self._saves[reached.save_id]
         if save is not None:
             save.handle._reach(
                 level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes

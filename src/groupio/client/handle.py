@@ -21,6 +21,11 @@ from groupio.model import Level, Timeline
 
 log = logging.getLogger("groupio.client")
 
+DOOR_WAIT_S = 60.0
+"""A wait for DURABLE waits so much longer for the door of the epoch, where one was asked for."""
+
+DOOR_LATE = "door: not published yet, it may still come; `groupio export --dcp` makes it, too"
+
 _IMPLIED_BY = {
     Level.RELEASED: (Level.RELEASED,),
     Level.STAGED: (Level.STAGED, Level.REPLICATED, Level.REMOTE, Level.DURABLE),
@@ -52,6 +57,7 @@ class SaveHandle:
         self._error: GroupIOError | None = None
         self._callbacks: list[tuple[Level, Callable[[SaveHandle], Any]]] = []
         self._listener: threading.Thread | None = None
+        self._door_pending = False
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -126,7 +132,8 @@ class SaveHandle:
         Raises the typed error of a failed save (StagingFull for a skipped one), WaitTimeout after
         ``timeout_s`` seconds (the save goes on), LevelUnreachable at once for "replicated" when
         one node cannot keep as many replicas as the settings ask for. Without ``timeout_s`` it
-        waits as long as the agent lives.
+        waits as long as the agent lives. A save that asked for a door waits for that too once it
+        is DURABLE, at most DOOR_WAIT_S; without a door the notes say why.
         """
         wanted = as_level(level)
         if timeout_s is not None and not timeout_s >= 0:
@@ -139,6 +146,8 @@ class SaveHandle:
                     raise self._error.with_traceback(None)
                 wanted = self._reachable(wanted)
                 if self._has(wanted):
+                    if wanted is Level.DURABLE:
+                        self._await_door(end)
                     return self._timeline()
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
@@ -154,6 +163,20 @@ class SaveHandle:
                         "whose thread brings that news; wait in another thread"
                     )
                 self._condition.wait(left)
+
+    def _await_door(self, end: float | None) -> None:
+        """With the lock held, wait for news of the door; its lateness fails nothing."""
+        if threading.current_thread() is self._listener:
+            return  # this thread brings the news
+        limit = self._reached[Level.DURABLE] + DOOR_WAIT_S
+        if end is not None:
+            limit = min(limit, end)
+        while self._door_pending:
+            left = limit - time.monotonic()
+            if left <= 0:
+                self._notes += () if DOOR_LATE in self._notes else (DOOR_LATE,)
+                return
+            self._condition.wait(left)
 
     def add_done_callback(self, level: str, fn: Callable[[SaveHandle], Any]) -> None:
         """Call ``fn(handle)`` once: when ``level`` is reached, or when the save failed.
@@ -243,6 +266,23 @@ class SaveHandle:
             self._condition.notify_all()
         for fn in due:
             self._call(fn)
+
+    def _expect_door(self) -> None:
+        """The save asks for a door."""
+        with self._condition:
+            self._door_pending = True
+
+    def _door_done(self, error: str = "") -> None:
+        """The door is published, or will not be because of ``error``."""
+        with self._condition:
+            if self._door_pending and error and Level.DURABLE in self._reached:
+                self._notes += (f"door: {error}",)
+            self._door_pending = False
+            self._condition.notify_all()
+
+    def _awaits_door(self) -> bool:
+        with self._condition:
+            return self._door_pending
 
     def _is_over(self) -> bool:
         with self._condition:

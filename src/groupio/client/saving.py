@@ -187,6 +187,10 @@ class Save:
     def lost(self, error: GroupIOError) -> None:
         """The agent is gone, or this client closed: nobody waits for an answer."""
         self.handle._fail(error)
+        self.handle._door_done(
+            "not published before the agent was gone; a later connect, or `groupio export --dcp`, "
+            "makes it"
+        )
         with self._condition:
             self._failed = True
             self._condition.notify_all()

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, LINEAGES
+from groupio.backend.base import EPOCHS, LINEAGES, Backend
 from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
 from groupio.client.chunk_reader import Wants, damage, default_threads, read_chunks
@@ -33,10 +33,12 @@ from groupio.format.records import (
     parse_lineage_name,
 )
 from groupio.model import (
+    ChunkTable,
     DecisionKey,
     EpochInfo,
     Lineage,
     MemberTable,
+    SegmentRef,
 )
 from groupio.plan.layout import Layout, lay_out
 from groupio.protocol import lineage as lines
@@ -44,6 +46,23 @@ from groupio.protocol import lineage as lines
 log = logging.getLogger("groupio.client")
 
 _KIND_BYTES = 64
+
+
+class Fetch(Protocol):
+    """Reads and verifies what is wanted; returns the digests of damaged chunks. See
+    :func:`groupio.client.chunk_reader.read_chunks`."""
+
+    def __call__(
+        self,
+        backend: Backend,
+        segments: Sequence[SegmentRef],
+        table: ChunkTable,
+        wants: Wants,
+        *,
+        deadline: float,
+        threads: int,
+        epoch: int,
+    ) -> list[bytes]: ...
 
 
 class StoreReader:
@@ -238,21 +257,39 @@ class StoreReader:
         made = destinations(specs, into)
         views = [destination.view for destination in made.values()]
         wants = _wants(layout, member, chosen, views)
-        header = manifest.header
-        bad = read_chunks(
+        self.read_wants(manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage)
+        return {name: destination.finish() for name, destination in made.items()}
+
+    def read_wants(
+        self,
+        manifest: ManifestReader,
+        wants: Wants,
+        *,
+        deadline: float | None = None,
+        threads: int | None = None,
+        on_damage: Callable[[Sequence[bytes]], None] | None = None,
+        fetch: Fetch = read_chunks,
+    ) -> None:
+        """Bring all chunks that are wanted to their places, each verified before use.
+
+        ``deadline``, ``threads`` and ``on_damage`` are as in :meth:`read_items`. ``fetch`` does
+        the work in one call: :func:`groupio.client.chunk_reader.read_chunks`, or one that shares
+        it among the ranks of a node, which all have to call it, also for nothing. After an error
+        the places have undefined content.
+        """
+        bad = fetch(
             self.backend,
             manifest.segments,
             manifest.chunks,
             wants,
             deadline=time.monotonic() + 1e9 if deadline is None else deadline,
             threads=default_threads() if threads is None else threads,
-            epoch=header.epoch,
+            epoch=manifest.header.epoch,
         )
         if bad:
             if on_damage is not None:
                 on_damage(bad)
             raise self._damage(manifest, bad)
-        return {name: destination.finish() for name, destination in made.items()}
 
     def _damage(self, manifest: ManifestReader, bad: Sequence[bytes]) -> IntegrityError:
         table = manifest.chunks
@@ -270,13 +307,18 @@ def member_layout(manifest: ManifestReader, member: MemberTable) -> Layout:
         layout = lay_out(member.items)
     except InvalidInput as error:
         raise _contradiction(manifest, member, error.message) from None
+    check_refs(manifest, member, layout)
+    return layout
+
+
+def check_refs(manifest: ManifestReader, member: MemberTable, layout: Layout) -> None:
+    """IntegrityError unless the chunks of ``member`` are those that ``layout`` asks for."""
     if len(layout.chunk_start) != len(member.refs):
         raise _contradiction(
             manifest, member, f"its items have {len(layout.chunk_start)} chunks, not as listed"
         )
     if not np.array_equal(manifest.chunks.lengths[member.refs], layout.chunk_length):
         raise _contradiction(manifest, member, "its items and their chunks differ in size")
-    return layout
 
 
 def _contradiction(manifest: ManifestReader, member: MemberTable, why: str) -> IntegrityError:

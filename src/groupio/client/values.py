@@ -42,6 +42,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A plain value that was encoded before, by :func:`groupio.format.codec.encode_plain`."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Items ready to be saved: ``sources[i]`` gives the bytes of ``specs[i]``.
 
@@ -125,6 +132,9 @@ class _Preparer:
             self._append(name, ItemKind.BYTES, len(value), Blob(value), part, "buffer")
         elif isinstance(value, _PLAIN_TYPES):
             self._add_plain(name, value, part)
+        elif type(value) is Encoded:
+            data = value.data
+            self._append(name, ItemKind.PLAIN, len(data), Blob(data), part, "plain")
         else:
             self._add_buffer(name, value, part)
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +41,8 @@ from groupio.format.limits import (
     NDIM_MAX,
 )
 from groupio.model import ItemKind, ItemSpec
+
+T = TypeVar("T")
 
 _MAGIC = b"GITB"
 _HEADER = struct.Struct("<4sHHIIII")
@@ -72,6 +73,43 @@ class _Columns(NamedTuple):
     kind: npt.NDArray[np.uint8]
     flags: npt.NDArray[np.uint8]
     ndim: npt.NDArray[np.uint8]
+
+
+class ItemColumns(NamedTuple):
+    """A table without an object for each item; see :class:`groupio.model.ItemSpec`.
+
+    ``dtype`` and ``origin`` index ``words``. ``shape``, ``global_shape`` and ``offsets`` have the
+    ``ndim`` numbers of each item one after the other. Tables with equal names share the tuple.
+    """
+
+    names: tuple[str, ...]
+    words: tuple[str, ...]
+    kind: npt.NDArray[np.uint8]
+    dtype: npt.NDArray[np.uint16]
+    origin: npt.NDArray[np.uint16]
+    ndim: npt.NDArray[np.uint8]
+    shape: npt.NDArray[np.int64]
+    global_shape: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    replicated: npt.NDArray[np.bool_]
+    alias: npt.NDArray[np.int32]
+
+    def spec(self, row: int, first: int) -> ItemSpec:
+        """Item ``row``, whose numbers of dimensions start at ``first`` in the flat arrays."""
+        dims = slice(first, first + int(self.ndim[row]))
+        return ItemSpec(
+            self.names[row],
+            _KINDS[self.kind[row]],
+            self.words[self.dtype[row]],
+            tuple(self.shape[dims].tolist()),
+            tuple(self.global_shape[dims].tolist()),
+            tuple(self.offsets[dims].tolist()),
+            int(self.nbytes[row]),
+            bool(self.replicated[row]),
+            self.words[self.origin[row]],
+            int(self.alias[row]),
+        )
 
 
 # (numpy type, whether there is one value per dimension instead of one per item)
@@ -122,8 +160,19 @@ def decode_stored_items(table: bytes, path: str) -> tuple[ItemSpec, ...]:
     IntegrityError(path) when the table breaks a rule, FormatError(path) when all that is wrong
     is a dtype that is not known here.
     """
+    return _stored(_decode, table, path)
+
+
+def decode_stored_columns(
+    table: bytes, path: str, known: dict[tuple[bytes, bytes], tuple[str, ...]]
+) -> ItemColumns:
+    """The same as columns, several times as fast. ``known`` keeps the names of earlier tables."""
+    return _stored(lambda given: _decode_columns(given, known), table, path)
+
+
+def _stored(decode: Callable[[bytes], T], table: bytes, path: str) -> T:
     try:
-        return _decode(table)
+        return decode(table)
     except _UnknownDtype as problem:
         raise FormatError(f"{path} cannot be read here: {problem}", path=path) from None
     except _Problem as problem:
@@ -163,7 +212,9 @@ def _encode(items: Sequence[ItemSpec]) -> bytes:
         np.array([item.replicated for item in items], "u1"),
         np.array([len(item.shape) for item in items], "u1"),
     )
-    _check([item.name for item in items], [item.shape for item in items], list(words), columns)
+    listed = [item.name for item in items]
+    _check_names(listed)
+    _check(listed, list(words), columns)
     header = _HEADER.pack(
         _MAGIC,
         ITEMS_VERSION,
@@ -214,6 +265,28 @@ def _ints(items: Sequence[ItemSpec], what: str, form: str, values: list[int]) ->
 
 
 def _decode(table: bytes) -> tuple[ItemSpec, ...]:
+    found = _decode_columns(table, {})
+    shapes, global_shapes, offsets = (
+        _split_dims(flat, found.ndim) for flat in (found.shape, found.global_shape, found.offsets)
+    )
+    return tuple(
+        map(
+            ItemSpec,
+            found.names,
+            [_KINDS[code] for code in found.kind.tolist()],
+            [found.words[index] for index in found.dtype.tolist()],
+            shapes,
+            global_shapes,
+            offsets,
+            found.nbytes.tolist(),
+            found.replicated.tolist(),
+            [found.words[index] for index in found.origin.tolist()],
+            found.alias.tolist(),
+        )
+    )
+
+
+def _decode_columns(table: bytes, known: dict[tuple[bytes, bytes], tuple[str, ...]]) -> ItemColumns:
     if len(table) > ITEM_TABLE_BYTES_MAX:
         raise _Problem(f"it is larger than {ITEM_TABLE_BYTES_MAX} bytes")
     if len(table) < _HEADER.size:
@@ -235,24 +308,28 @@ def _decode(table: bytes) -> tuple[ItemSpec, ...]:
     if int(columns.ndim.sum(dtype=np.int64)) != dims or (columns.ndim > NDIM_MAX).any():
         raise _Problem(f"its numbers of dimensions do not add up to {dims}")
     names_end = names_at + name_bytes
-    names = _split_names(table[names_at:names_end], columns.name_length)
+    blob = table[names_at:names_end]
+    key = (blob, columns.name_length.tobytes())
+    names = known.get(key)
+    if names is None:
+        names = tuple(_split_names(blob, columns.name_length))
+        _check_names(names)
+        known[key] = names
     words = _split_words(table[names_end:])
-    shapes = list(_split_dims(columns.shape, columns.ndim))
-    _check(names, shapes, words, columns)
-    return tuple(
-        map(
-            ItemSpec,
-            names,
-            [_KINDS[code] for code in columns.kind.tolist()],
-            [words[index] for index in columns.dtype.tolist()],
-            shapes,
-            _split_dims(columns.global_shape, columns.ndim),
-            _split_dims(columns.offsets, columns.ndim),
-            columns.nbytes.tolist(),
-            columns.flags.astype(bool).tolist(),
-            [words[index] for index in columns.origin.tolist()],
-            columns.alias.tolist(),
-        )
+    _check(names, words, columns)
+    return ItemColumns(
+        names,
+        tuple(words),
+        columns.kind,
+        columns.dtype,
+        columns.origin,
+        columns.ndim,
+        columns.shape,
+        columns.global_shape,
+        columns.offsets,
+        columns.nbytes,
+        columns.flags.astype(bool),
+        columns.alias,
     )
 
 
@@ -285,16 +362,18 @@ def _split_dims(
     return (values[a:b] for a, b in zip([0, *ends], ends, strict=False))
 
 
-def _check(
-    names: list[str], shapes: list[tuple[int, ...]], words: list[str], columns: _Columns
-) -> None:
-    """Every rule that a table of well-formed columns must also keep, for readers and writers."""
+def _check_names(names: Sequence[str]) -> None:
+    """The rules for the names of a table, for readers and writers."""
     if len(set(names)) != len(names):
         twice = Counter(names).most_common(1)[0][0]
         raise _Problem(f"the name {twice[:200]!r} is used twice; give each item its own name")
     for name in names:
         if "\0" in name:
             raise _Problem(f"the name {name[:200]!r} contains a NUL character")
+
+
+def _check(names: Sequence[str], words: list[str], columns: _Columns) -> None:
+    """Every other rule that a table of well-formed columns must keep, for readers and writers."""
     checks = (
         ("a kind that is not known", columns.kind >= len(_KINDS)),
         ("flags that are not known", columns.flags > 1),
@@ -319,7 +398,7 @@ def _check(
             "is out of range"
         )
     _check_aliases(names, columns)
-    _check_sizes(names, shapes, words, columns)
+    _check_sizes(names, words, columns)
 
 
 def _outside(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -327,7 +406,7 @@ def _outside(values: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return outside
 
 
-def _check_aliases(names: list[str], columns: _Columns) -> None:
+def _check_aliases(names: Sequence[str], columns: _Columns) -> None:
     index = np.arange(len(names))
     wrong = (columns.alias < -1) | (columns.alias >= index)
     own = np.flatnonzero((columns.alias >= 0) & ~wrong)
@@ -340,9 +419,7 @@ def _check_aliases(names: list[str], columns: _Columns) -> None:
         )
 
 
-def _check_sizes(
-    names: list[str], shapes: list[tuple[int, ...]], words: list[str], columns: _Columns
-) -> None:
+def _check_sizes(names: Sequence[str], words: list[str], columns: _Columns) -> None:
     tensor = columns.kind == _KIND_CODES[ItemKind.TENSOR]
     item_sizes = np.ones(len(words), np.int64)
     for word in np.unique(columns.dtype[tensor]).tolist():
@@ -361,21 +438,29 @@ def _check_sizes(
             f"the global shape of item {names[int(bits.argmax())][:200]!r} is larger than "
             f"2**{GLOBAL_BYTES_LOG2_MAX} bytes"
         )
-    rows = zip(
-        names,
-        shapes,
-        tensor.tolist(),
-        columns.dtype.tolist(),
-        item_sizes[columns.dtype].tolist(),
-        columns.nbytes.tolist(),
-        strict=True,
-    )
-    for name, shape, is_tensor, word, item_size, nbytes in rows:
-        if is_tensor:
-            if prod(shape) * item_size != nbytes:
-                raise _Problem(
-                    f"tensor {name[:200]!r} of {nbytes} bytes does not fit shape {shape} of "
-                    f"{words[word]}"
-                )
-        elif words[word] or shape not in ((), (nbytes,)):
-            raise _Problem(f"item {name[:200]!r} is no tensor but has a dtype or a shape")
+    # Neither can these products overflow: no local extent is larger than its global one.
+    elements = _products(columns.shape, columns.ndim)
+    wrong = tensor & (elements * item_sizes[columns.dtype] != columns.nbytes)
+    if wrong.any():
+        row = int(wrong.argmax())
+        shape = list(_split_dims(columns.shape, columns.ndim))[row]
+        raise _Problem(
+            f"tensor {names[row][:200]!r} of {int(columns.nbytes[row])} bytes does not fit shape "
+            f"{shape} of {words[int(columns.dtype[row])]}"
+        )
+    typed = np.array([bool(word) for word in words], np.bool_)[columns.dtype]
+    shaped = (columns.ndim > 1) | ((columns.ndim == 1) & (elements != columns.nbytes))
+    wrong = ~tensor & (typed | shaped)
+    if wrong.any():
+        name = names[int(wrong.argmax())]
+        raise _Problem(f"item {name[:200]!r} is no tensor but has a dtype or a shape")
+
+
+def _products(flat: npt.NDArray[np.int64], ndim: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """The product of each item's dimensions; 1 where there are none."""
+    found = np.ones(len(ndim), np.int64)
+    some = np.flatnonzero(ndim)
+    if len(some):
+        ends = np.cumsum(ndim[some], dtype=np.int64)
+        found[some] = np.multiply.reduceat(flat, ends - ndim[some])
+    return found

@@ -11,7 +11,10 @@ RECORD_VERSION = 1
 """Version of manifests and of abort, in-flight and lineage records."""
 
 SEGMENT_VERSION = 1
-"""Version of segment files."""
+"""Version of segment files without frames."""
+
+FRAMED_SEGMENT_VERSION = 2
+"""Version of segment files with frames, in which torch can read tensors."""
 
 STORE_FORMAT = 1
 """The ``format`` number of a store's id record."""
@@ -72,6 +75,18 @@ AGE_MAX = 1 << 31
 
 SEGMENT_BYTES_MAX = 1 << 44
 """Largest segment file, in bytes."""
+
+FRAMES_MAX = 1 << 20
+"""Most rows in the frames of one file."""
+
+FRAME_KINDS_MAX = 1 << 18
+"""Most kinds of tensors in the frames of one file."""
+
+FRAME_KINDS_BYTES_MAX = 1 << 26
+"""Largest table of kinds when unpacked, in bytes."""
+
+FRAMES_BYTES_MAX = 1 << 28
+"""Largest frames region of one file, in bytes."""
 
 TABLE_BYTES_MAX = 1 << 28
 """Largest table of a manifest (segments, members, blocks) when unpacked, in bytes."""

@@ -46,7 +46,13 @@ from groupio.format.envelope import (
     read_envelope,
     wrap,
 )
-from groupio.format.items import decode_stored_items, encode_items, items_id
+from groupio.format.items import (
+    ItemColumns,
+    decode_stored_columns,
+    decode_stored_items,
+    encode_items,
+    items_id,
+)
 from groupio.format.limits import (
     AGE_MAX,
     CHUNKS_MAX,
@@ -84,7 +90,7 @@ _SECTIONS = ("segments", "digests", "lengths", "homes", "offsets", "members", "b
 
 
 class _Root(msgspec.Struct, array_like=True, frozen=True):
-    """The root as it is stored: first the fields of EpochHeader, by the same names."""
+    """The root as it is stored: the fields of EpochHeader, by the same names, and the counts."""
 
     store_id: StoreId
     job: Text
@@ -107,6 +113,8 @@ class _Root(msgspec.Struct, array_like=True, frozen=True):
     sections: Annotated[
         tuple[Section, ...], Meta(min_length=len(_SECTIONS), max_length=len(_SECTIONS))
     ]
+    door: Text = ""
+    """Behind the rest, since older manifests end without it."""
 
 
 class _SegmentRow(msgspec.Struct, array_like=True, frozen=True):
@@ -259,6 +267,8 @@ class ManifestReader:
         self._size = size
         self.path = path
         self._tables: dict[int, tuple[tuple[ItemSpec, ...], bytes]] = {}
+        self._columns: dict[int, ItemColumns] = {}
+        self._names: dict[tuple[bytes, bytes], tuple[str, ...]] = {}
         self._refs: dict[int, npt.NDArray[np.int64]] = {}
 
     @cached_property
@@ -320,6 +330,23 @@ class ManifestReader:
 
     def member(self, rank: int) -> MemberTable:
         """What ``rank`` saved; NotFound when it is no member."""
+        members, row = self._members, self._row(rank)
+        items, table_id = self._items_block(int(members.items[row]))
+        refs = self._refs_block(int(members.refs[row]))
+        return MemberTable(rank, items, table_id, refs, int(members.bytes_logical[row]))
+
+    def columns(self, rank: int) -> ItemColumns:
+        """The item table of ``rank``, without an object for each item; NotFound as above.
+
+        Members with equal tables get the same object.
+        """
+        index = int(self._members.items[self._row(rank)])
+        if index not in self._columns:
+            table = self._item_table(index)
+            self._columns[index] = decode_stored_columns(table, self.path, self._names)
+        return self._columns[index]
+
+    def _row(self, rank: int) -> int:
         members = self._members
         row = int(np.searchsorted(members.ranks, rank))
         if row == len(members.ranks) or members.ranks[row] != rank:
@@ -330,9 +357,7 @@ class ManifestReader:
                 epoch=self.header.epoch,
                 member=rank,
             )
-        items, table_id = self._items_block(int(members.items[row]))
-        refs = self._refs_block(int(members.refs[row]))
-        return MemberTable(rank, items, table_id, refs, int(members.bytes_logical[row]))
+        return row
 
     def manifest(self) -> Manifest:
         """The whole manifest; every byte of the file has been read and its digest compared."""
@@ -420,11 +445,14 @@ class ManifestReader:
 
     def _items_block(self, index: int) -> tuple[tuple[ItemSpec, ...], bytes]:
         if index not in self._tables:
-            what = f"item table {index}"
-            section, stored = self._block(index)
-            table = unpack_bytes(section, stored, ITEM_TABLE_BYTES_MAX, self.path, what)
+            table = self._item_table(index)
             self._tables[index] = decode_stored_items(table, self.path), items_id(table)
         return self._tables[index]
+
+    def _item_table(self, index: int) -> bytes:
+        section, stored = self._block(index)
+        what = f"item table {index}"
+        return unpack_bytes(section, stored, ITEM_TABLE_BYTES_MAX, self.path, what)
 
     def _refs_block(self, index: int) -> npt.NDArray[np.int64]:
         if index not in self._refs:

@@ -21,6 +21,20 @@ RESERVED = "groupio:"
 STRUCTURE = RESERVED + "structure"
 """The item that holds the structure record of one rank."""
 
+PATHS = RESERVED + "paths"
+"""The item with which the DCP classes keep the paths of the names: a dict of name -> list of the
+keys (str) and indexes (int) that lead to it. They save no structure record."""
+
+PART = RESERVED + "part:"
+"""Prefix of the items with the further boxes of a tensor of which a rank holds several."""
+
+SAMPLE = RESERVED + "sample:"
+"""Prefix of the names of boxes that all replicas hold, only there to be compared; no reader takes
+them for values."""
+
+_ESCAPED = RESERVED + "path:"
+"""Prefix of the names of values whose joined keys are no item name, or not theirs alone."""
+
 NAME_BYTES_MAX = 4096
 DEPTH_MAX = 100
 STRUCTURE_VERSION = 1
@@ -68,6 +82,24 @@ class Branch:
                 yield from child.leaves()
 
 
+def part_name(name: str, number: int) -> str:
+    """The item name of box ``number`` (0, 1, ...) of the tensor ``name``; the first has its own."""
+    return f"{PART}{number}:{name}" if number else name
+
+
+def owner_of(item_name: str) -> str:
+    """The name of the value that an item belongs to, "" when it is none of the user's.
+
+    A part belongs to its tensor; records of the adapter and samples belong to nobody.
+    """
+    if not item_name.startswith(RESERVED):
+        return item_name
+    if item_name.startswith(PART):
+        number, _, name = item_name[len(PART) :].partition(":")
+        return name if number.isdecimal() else ""
+    return item_name if item_name.startswith(_ESCAPED) else ""
+
+
 def path_text(path: Path) -> str:
     """The path as it is written in Python: ``['optim']['state'][0]``."""
     return "".join(f"[{part.key!r}]" for part in path)
@@ -80,15 +112,15 @@ def name_leaves(leaves: Sequence[Leaf]) -> None:
     escaped: set[str] = set()
     for leaf, name in zip(leaves, joined, strict=True):
         if times[name] > 1 or not _is_item_name(name):
-            name = f"{RESERVED}path:{path_text(leaf.path)}"
+            name = _ESCAPED + path_text(leaf.path)
             if name in escaped:
                 raise InvalidInput(
                     f"two values of the state dict have the same path {path_text(leaf.path)[:200]}"
                     "; rename one of the keys"
                 )
-            if len(name) > NAME_BYTES_MAX:
+            if (size := len(name.encode())) > NAME_BYTES_MAX:
                 raise InvalidInput(
-                    f"the name {name[:80]}… in the state dict is {len(name)} bytes long; "
+                    f"the name {name[:80]}… in the state dict is {size} bytes long; "
                     f"the limit is {NAME_BYTES_MAX}"
                 )
             escaped.add(name)

@@ -7,6 +7,7 @@ In the order of the data:
 ``merge``    the nodes' reports -> the unique chunks and their holders
 ``dedup``    ... -> diverging replicas, content id, fingerprint, the manifest of the epoch
 ``write``    classes of chunks and links -> who writes how many of each class
+``sharing``  the chunks that ranks of one host want -> who reads which for whom
 ``cache``    plans of earlier epochs, fenced by fingerprint and duplicate structure
 
 Nothing here reads a clock, a file or a random number; everything that grows with chunks is a

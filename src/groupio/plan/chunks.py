@@ -84,7 +84,7 @@ def chunk_grid(spec: ItemSpec) -> npt.NDArray[np.int64]:
 
 def cut_sizes(cuts: Cuts) -> npt.NDArray[np.int64]:
     """The lengths in bytes (int64[n]) of the chunks that ``cuts`` makes."""
-    sizes = np.diff(_edges(cuts)) * cuts.row
+    sizes = np.diff(cut_edges(cuts)) * cuts.row
     return np.tile(sizes, cuts.outer) if cuts.outer > 1 else sizes
 
 
@@ -99,7 +99,7 @@ def chunk_boxes(
     """
     cuts = find_cuts(spec)
     if spec.kind is not ItemKind.TENSOR:
-        edges = _edges(cuts)
+        edges = cut_edges(cuts)
         return edges[:-1, None], np.diff(edges)[:, None]
     _checked_item_bytes(spec)
     n, ndim = cuts.n_chunks, len(spec.shape)
@@ -112,14 +112,14 @@ def chunk_boxes(
             starts[:, d] += outer[d]
             shapes[:, d] = 1
         if cuts.dim < ndim:
-            edges = _edges(cuts)
+            edges = cut_edges(cuts)
             starts[:, cuts.dim] = np.tile(edges[:-1], cuts.outer)
             shapes[:, cuts.dim] = np.tile(np.diff(edges), cuts.outer)
     return starts, shapes
 
 
-def _edges(cuts: Cuts) -> npt.NDArray[np.int64]:
-    """The cut dimension's borders in global coordinates, int64[blocks + 1]."""
+def cut_edges(cuts: Cuts) -> npt.NDArray[np.int64]:
+    """The borders of the blocks in the cut dimension, in global coordinates: int64[blocks + 1]."""
     first = cuts.start // cuts.step
     lines = np.arange(first, first + cuts.blocks + 1, dtype=np.int64) * cuts.step
     return np.clip(lines, cuts.start, cuts.start + cuts.size)

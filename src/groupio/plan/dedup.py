@@ -139,6 +139,7 @@ def build_manifest(
     created_at: float,
     metadata: Mapping[str, Any] | None = None,
     replicated: Sequence[str] = (),
+    door: str = "",
     merged: Merged | None = None,
 ) -> Manifest:
     """The manifest of the epoch that ``reports`` describe; ``merged`` if it is known already.
@@ -173,6 +174,7 @@ def build_manifest(
         bytes_stored=sum(segment.bytes for segment in segments if segment.own),
         metadata=dict(metadata or {}),
         replicated=tuple(replicated),
+        door=door,
     )
     return Manifest(header=header, segments=segments, chunks=chunks, members=members)
 

@@ -200,7 +200,7 @@ class AgentMachine:
             return []
         group.started = True
         order = group.order
-        effects: list[fx.Effect] = [fx.StartJob(order.group, order.key, order.store)]
+        effects: list[fx.Effect] = [fx.StartJob(order.group, order.key, order.store, order.door)]
         for lease in group.leases.values():
             effects.append(self._grant(group, lease, 0))
         return effects

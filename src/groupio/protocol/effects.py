@@ -84,6 +84,7 @@ class PrepareEpoch:
     reports: tuple[NodeReport, ...]
     replicated: tuple[str, ...]
     metadata: dict[str, Any]
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ class AdmitGroup:
     store: bool
     """False: only hash and compare, write nothing."""
     when_full: str
+    door: str = ""
+    """The view whose frames the segments need, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +249,7 @@ class StartJob:
     group: int
     key: DecisionKey
     store: bool
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class MemberOpened:
     rewind_to: int | None = None
     launch_id: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    door: str = ""
+    """The view that is to be made of the epoch: "dcp", or none."""
 
     @property
     def remaining_s(self) -> float:

@@ -48,7 +48,7 @@ class Phase(StrEnum):
 BEFORE_STAGED = (Phase.GATHERING, Phase.QUEUED, Phase.ADMITTING, Phase.COPYING)
 HOLDS_MEMORY = tuple(p for p in Phase if p not in (Phase.GATHERING, Phase.QUEUED, Phase.DONE))
 
-_AGREED = ("deadline_s", "replicated", "when_full")
+_AGREED = ("deadline_s", "replicated", "when_full", "door")
 """What all members of a group have to say alike; their incarnation agrees on the rest."""
 
 
@@ -169,7 +169,9 @@ class Group:
         for node in self.nodes:
             seats = tuple(self.seats[r].seat for r in sorted(self.seats) if self._node(r) == node)
             effects.append(
-                fx.AdmitGroup(node, self.number, key, seats, store, self.first.when_full)
+                fx.AdmitGroup(
+                    node, self.number, key, seats, store, self.first.when_full, self.first.door
+                )
             )
         return effects
 
@@ -293,6 +295,7 @@ class Group:
                 reports,
                 self.first.replicated,
                 metadata,
+                self.first.door,
             )
         ]
 

@@ -43,7 +43,8 @@ class OpenSave(_Message, frozen=True):
 
     ``items`` is the encoded item table (:func:`groupio.format.items.encode_items`),
     ``items_id`` its digest, ``total_bytes`` the size of its layout, ``bytes_logical`` the sum of
-    the items' sizes. ``deadline_s`` counts from ``called_at``.
+    the items' sizes. ``deadline_s`` counts from ``called_at``. ``door`` names the view that shall
+    be made of the epoch, "dcp" or none.
     """
 
     save_id: int
@@ -57,6 +58,7 @@ class OpenSave(_Message, frozen=True):
     replicated: tuple[str, ...] = ()
     when_full: str = "wait"
     metadata: dict[str, Any] = {}
+    door: str = ""
 
 
 class Copied(_Message, frozen=True):
@@ -167,6 +169,16 @@ class Failed(_Message, frozen=True):
     error: dict[str, Any]
 
 
+class DoorDone(_Message, frozen=True):
+    """The door that the save asked for is published, or ``error`` says why there is none.
+
+    Comes after the save reached DURABLE, and not at all when the agent ends before.
+    """
+
+    save_id: int
+    error: str = ""
+
+
 class Settled(_Message, frozen=True):
     """Answer to ``Settle``."""
 
@@ -182,4 +194,6 @@ class Answer(_Message, frozen=True):
 
 
 ToAgent = Hello | OpenSave | Copied | SaveFailed | Released | Settle | Damaged | Ask | Bye
-ToRank = Welcome | Refused | Arena | Grant | Standby | Reached | Failed | Settled | Answer
+ToRank = (
+    Welcome | Refused | Arena | Grant | Standby | Reached | Failed | DoorDone | Settled | Answer
+)

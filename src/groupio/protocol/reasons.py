@@ -24,6 +24,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 
 WHEN_FULL = ("wait", "skip", "fail")
+DOORS = ("", "dcp")
 
 _SHOWN_MAX = 16
 """So many ranks are written out; of thousands, the count is enough."""
@@ -59,6 +60,8 @@ def absurd(event: ev.MemberOpened) -> InvalidInput | None:
         wrong = f"deadline_s={event.deadline_s} is not a number of seconds above 0"
     elif event.when_full not in WHEN_FULL:
         wrong = f"when_full={event.when_full!r} is not one of {', '.join(WHEN_FULL)}"
+    elif event.door not in DOORS:
+        wrong = f"door={event.door!r} is not known to this release, only 'dcp' is"
     else:
         return None
     return InvalidInput(f"Rank {event.rank} cannot save: {wrong}.")

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import groupio
+from groupio.errors import InvalidInput
 from groupio.torch.members import Members
 
 _lock = threading.Lock()
@@ -16,11 +17,12 @@ _clients: dict[tuple[str, int, int, int], groupio.Client] = {}
 def client_for(store: Any, members: Members) -> groupio.Client:
     """The client of this process for ``store``; a forked child makes its own.
 
-    InvalidInput when ``store`` is no path or URL.
+    InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
     text = os.fspath(store)
     # A relative path means another store after a change of directory.
     where = text if "://" in text else os.path.abspath(text)
+    _check_store(where.removeprefix("file://"))
     key = (where, members.rank, members.world_size, os.getpid())
     with _lock:
         client = _clients.get(key)
@@ -28,6 +30,22 @@ def client_for(store: Any, members: Members) -> groupio.Client:
             client = groupio.connect(where, rank=members.rank, world_size=members.world_size)
             _clients[key] = client
         return client
+
+
+def _check_store(path: str) -> None:
+    if not os.path.isfile(os.path.join(path, ".metadata")):
+        return
+    folder, step = os.path.split(path)
+    store, kind = os.path.split(folder)
+    if kind == "dcp" and os.path.isdir(os.path.join(store, "epochs")):
+        raise InvalidInput(
+            f"{path} is a view of one epoch of a store; give {store} and step={step}"
+        )
+    raise InvalidInput(
+        f"{path} is a checkpoint of torch.distributed.checkpoint, not a store of groupio; to "
+        "import it load it with torch.distributed.checkpoint.load, then save the state dict with "
+        "groupio.torch.save into another directory"
+    )
 
 
 def close() -> None:

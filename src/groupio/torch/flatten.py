@@ -43,6 +43,15 @@ def type_text(value: Any) -> str:
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def kind_of(value: Any) -> str:
+    """The kind of branch that a mapping, list or tuple is; "" for anything else."""
+    if isinstance(value, Mapping):
+        return "odict" if isinstance(value, OrderedDict) else "dict"
+    if type(value) is list:
+        return "list"
+    return "tuple" if isinstance(value, list | tuple) else ""
+
+
 def _branch(path: Path, value: Any) -> Branch:
     if len(path) > DEPTH_MAX:
         raise InvalidInput(
@@ -51,24 +60,22 @@ def _branch(path: Path, value: Any) -> Branch:
         )
     items: Iterator[tuple[Step, Any]]
     if isinstance(value, Mapping):
-        kind = "odict" if isinstance(value, OrderedDict) else "dict"
         items = ((Step(_checked_key(path, key), False), child) for key, child in value.items())
     else:
-        kind = "list" if type(value) is list else "tuple"
         items = ((Step(index, True), child) for index, child in enumerate(value))
-    branch = Branch(path, kind, value=value)
+    branch = Branch(path, kind_of(value), value=value)
     for part, child in items:
         below = (*path, part)
         node: Branch | Leaf
         if isinstance(child, torch.Tensor):  # first: there are many, and the other checks are slow
             node = Leaf(below, child)
         else:
-            node = _branch(below, child) if _is_branch(below, child) else _leaf(below, child)
+            node = _branch(below, child) if is_branch(below, child) else leaf_of(below, child)
         branch.children[part.key] = node
     return branch
 
 
-def _is_branch(path: Path, value: Any) -> bool:
+def is_branch(path: Path, value: Any) -> bool:
     """Whether ``value`` is taken apart: a mapping, or a list or tuple that holds one or a tensor.
 
     Tuples of tensors differ from ``torch.distributed.checkpoint``, which pickles them whole.
@@ -93,7 +100,8 @@ def _holds_parts(path: Path, values: Sequence[Any], depth: int) -> bool:
     )
 
 
-def _leaf(path: Path, value: Any) -> Leaf:
+def leaf_of(path: Path, value: Any) -> Leaf:
+    """A value that is no tensor as a leaf; InvalidInput, with its path, when it is no plain one."""
     known = isinstance(value, np.ndarray | np.generic)
     if not known and type(value) not in PLAIN_TYPES:
         raise InvalidInput(

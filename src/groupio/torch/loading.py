@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import groupio
 from groupio.client.arguments import check_epoch
-from groupio.client.store_reader import StoreReader, member_layout
+from groupio.client.shared_read import GroupedRead
+from groupio.client.store_reader import StoreReader
+from groupio.client.wants import Collector
 from groupio.errors import (
     FormatError,
     GroupAborted,
@@ -24,13 +26,15 @@ from groupio.errors import (
     to_wire,
 )
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import STRUCTURE, Branch, Leaf, decode_structure, make_container
-from groupio.model import DecisionKey, MemberTable
+from groupio.format.structure import Branch, Leaf, make_container
+from groupio.model import DecisionKey
 from groupio.torch.clients import client_for
-from groupio.torch.matching import Matching, Template, match, template_of
+from groupio.torch.grouped import read_together
+from groupio.torch.matching import Matching, Template, template_of
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.report import LoadReport, SkippedEpoch
-from groupio.torch.taking import is_sharded, leaves_of, new_tensor, read_whole, take
+from groupio.torch.saved import SavedState
+from groupio.torch.taking import Finish, collect_fills, collect_take, take
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
@@ -53,11 +57,13 @@ def load(
     strict: bool = True,
     fallback: bool = False,
 ) -> LoadReport:
-    """Fill ``state_dict`` with what this rank saved in epoch ``step`` of ``store``.
+    """Fill ``state_dict`` with epoch ``step`` of ``store``, whatever mesh and world saved it.
 
-    Tensors and the local shards of DTensors are filled in place; plain values (None too) are
-    replaced in the dicts and lists given, and take the whole saved subtree, in which sharded
-    tensors are put together. This version loads onto the mesh and world size that saved.
+    Tensors and the local parts of DTensors are filled in place, from the parts that any ranks
+    saved; plain values (None too) are replaced in the dicts and lists given, and take the whole
+    saved subtree, in which sharded tensors are put together. What differs between the ranks
+    without a DTensor saying so (plain tensors, plain values) belongs to them: rank r gets rank
+    r's, and a rank that saved none gets it only when all that did agree, else it is missing.
 
     Every rank of ``process_group`` (default: the world of torch.distributed) has to call it: rank
     0 decides for all what "latest" is, and no rank returns before all have their values. Without
@@ -65,8 +71,9 @@ def load(
 
     ``strict``: names, shapes and dtypes must match both ways, else StateMismatch lists every
     difference and nothing has been touched; otherwise missing and unexpected names are only
-    reported (shapes and dtypes must match always). ``fallback``: a damaged epoch is passed over
-    for the newest intact one before it, on all ranks.
+    reported (shapes and dtypes must match always). Missing is what no rank saved; unexpected is
+    what this rank saved and does not load, after a change of world size what no rank loads.
+    ``fallback``: a damaged epoch is passed over for the newest intact one before it, on all ranks.
 
     Raises on all ranks what went wrong on any: StateMismatch, NotFound, IntegrityError (after
     which the tensors have undefined content), StorageError, GroupTimeout naming ranks that did
@@ -85,13 +92,14 @@ def load(
     chooser = _Chooser(job, fallback)
     choice = council.decide(mine, chooser.first)
     assert isinstance(job, _Load)  # an error of this rank was raised by decide
-    with job:
+    with job, read_together(members, council) as job.grouped:
         while True:
             # Nothing is touched before every member knows that it can be filled.
             council.deadline_s = AGREE_S
-            choice = council.decide(job.opinion(job.check, choice), chooser.next)
+            choice = council.decide(job.opinion(job.check, choice), chooser.checked)
             if choice["again"]:
                 continue
+            job.heard(choice)
             council.deadline_s = READ_S
             choice = council.decide(job.opinion(job.fill, choice), chooser.next)
             if not choice["again"]:
@@ -109,13 +117,17 @@ class _Load:
         strict: bool,
     ) -> None:
         self.client = client
+        self.strict = strict
         self._members = members
-        self._strict = strict
         self._template: Template = template_of(state_dict)
         self._reader: StoreReader | None = None
         self._manifest: ManifestReader | None = None
         self._matching = Matching()
-        self._values: dict[str, Any] = {}
+        self._unexpected: list[str] = []
+        self._wants = Collector()
+        self._arrivals: list[Finish] = []
+        self._new: dict[str, Finish] = {}
+        self.grouped = GroupedRead(None)
 
     def __enter__(self) -> Self:
         return self
@@ -130,11 +142,11 @@ class _Load:
             self._reader.close()
 
     def opinion(
-        self, work: Callable[[dict[str, Any]], None], choice: dict[str, Any]
+        self, work: Callable[[dict[str, Any]], dict[str, Any]], choice: dict[str, Any]
     ) -> dict[str, Any] | GroupIOError:
         """Do ``work``; what this member tells the council of how it went."""
         try:
-            work(choice)
+            return work(choice)
         except _DAMAGE as error:
             return {"damage": to_wire(error)}
         except GroupIOError as error:
@@ -149,105 +161,77 @@ class _Load:
             )
             failed.__cause__ = error
             return failed
-        return {}
 
-    def check(self, choice: dict[str, Any]) -> None:
-        """Compare the template with the chosen epoch; StateMismatch when it does not fit."""
+    def check(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Compare the template with the chosen epoch, and plan what to read for it.
+
+        StateMismatch when it does not fit. After a change of world size only all members
+        together know what is unexpected: each says what it does not load.
+        """
         if self._reader is None:
             self._reader = StoreReader.open(self.client.store)
         reader = self._reader
-        self._manifest = _appeared(reader, DecisionKey(*choice["key"]))
-        self._matching = self._match(reader, self._manifest)
-        where = f"epoch {choice['key'][1]} of {reader.path}"
-        mismatch = self._matching.mismatch(self._strict, where)
+        manifest = self._manifest = _appeared(reader, DecisionKey(*choice["key"]))
+        saved = SavedState(reader, manifest, self._members.rank, self._members.world_size)
+        found = self._matching = saved.match(self._template)
+        self._unexpected = found.unexpected
+        asked = not saved.same_world and not found.different
+        asked = asked and not (self.strict and found.missing)
+        if asked:
+            found.unexpected = []
+        mismatch = found.mismatch(self.strict, self.where(choice))
         if mismatch is not None:
             raise mismatch
+        wants = self._wants = Collector()
+        self._arrivals = collect_fills(found.fill.values(), saved.parts, wants)
+        self._new = {
+            name: collect_take(take, saved.parts, wants) for name, take in found.take.items()
+        }
+        return {"unexpected": self._unexpected} if asked else {}
 
-    def _match(self, reader: StoreReader, manifest: ManifestReader) -> Matching:
-        rank = self._members.rank
-        if rank not in manifest.ranks:
-            found = match(self._template, Branch((), "dict"), {}, lambda one, other: True)
-            found.hints.append(
-                f"rank {rank} is none of the {len(manifest.ranks)} ranks that saved; this version "
-                "loads onto the world size that saved"
-            )
-            return found
-        member = manifest.member(rank)
-        specs = {spec.name: spec for spec in member.items}
-        if STRUCTURE not in specs:
-            raise InvalidInput(
-                f"epoch {manifest.header.epoch} of {reader.path} was not saved by "
-                "groupio.torch.save; read it with groupio.Client.load"
-            )
-        record = reader.read_items(manifest, rank, [STRUCTURE])[STRUCTURE]
-        saved = decode_structure(record)
-        if {leaf.name for leaf in saved.leaves()} != specs.keys() - {STRUCTURE}:
-            raise IntegrityError(
-                f"the structure record of rank {rank} and its items contradict each other",
-                path=manifest.path,
-                epoch=manifest.header.epoch,
-            )
-        same = _SameContent(manifest, member)
-        return match(self._template, saved, specs, same)
+    def where(self, choice: dict[str, Any]) -> str:
+        """The epoch in words."""
+        return f"epoch {choice['key'][1]} of {self.client.store}"
 
-    def fill(self, choice: dict[str, Any]) -> None:
-        """Fill the tensors and read the plain values, which :meth:`finish` puts in place."""
-        reader, manifest, rank = self._reader, self._manifest, self._members.rank
-        assert reader is not None
-        assert manifest is not None
-        into: dict[str, Any] = {name: part.tensor for name, part in self._matching.fill.items()}
-        taken = leaves_of(node for _, node in self._matching.replace)
-        if not into and not taken:
-            return
-        specs = {spec.name: spec for spec in manifest.member(rank).items}
-        whole = [leaf.name for leaf in taken if is_sharded(specs[leaf.name])]
-        own = [leaf.name for leaf in taken if not is_sharded(specs[leaf.name])]
-        names = [*into, *own]
-        for name in own:
-            made = new_tensor(specs[name])
-            if made is not None:
-                into[name] = made
-        deadline, threads = time.monotonic() + READ_S, self.client.settings.read_threads
-        self._values = reader.read_items(
-            manifest,
-            rank,
-            names,
-            into,
-            deadline=deadline,
-            threads=threads,
-            on_damage=self.client._report_damage,
-        )
-        self._values |= read_whole(reader, manifest, whole, deadline, threads)
+    def fill(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Read everything, in one call: other members may wait for its part of the work."""
+        assert self._reader is not None
+        assert self._manifest is not None
+        deadline = time.monotonic() + READ_S
+        with self.grouped.fill(choice["key"][1], deadline):
+            self._reader.read_wants(
+                self._manifest,
+                self._wants.finish(),
+                deadline=deadline,
+                threads=self.client.settings.read_threads,
+                on_damage=self.client._report_damage,
+                fetch=self.grouped.fetch,
+            )
+        for arrive in self._arrivals:
+            arrive()
+        return {}
+
+    def heard(self, choice: dict[str, Any]) -> None:
+        """What the others do not load either is unexpected."""
+        if "unexpected" in choice:
+            self._unexpected = choice["unexpected"]
 
     def finish(self, choice: dict[str, Any]) -> LoadReport:
         """Put the plain values into the given dicts and lists."""
+        values = {name: get() for name, get in self._new.items()}
         for leaf, node in self._matching.replace:
-            leaf.value = take(node, self._values)
+            leaf.value = take(node, values)
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
         _write_back(self._template.root, replaced)
         return LoadReport(
             step=choice["key"][1],
             missing=tuple(self._matching.missing),
-            unexpected=tuple(self._matching.unexpected),
+            unexpected=tuple(self._unexpected),
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
+            bytes_read=self.grouped.bytes_read,
+            bytes_forwarded=self.grouped.bytes_forwarded,
+            notes=tuple(self.grouped.notes),
         )
-
-
-class _SameContent:
-    """Whether two items of a member consist of the same chunks."""
-
-    def __init__(self, manifest: ManifestReader, member: MemberTable) -> None:
-        self._member = member
-        self._rows = {spec.name: row for row, spec in enumerate(member.items)}
-        self._manifest = manifest
-
-    def __call__(self, one: str, other: str) -> bool:
-        layout = member_layout(self._manifest, self._member)
-        chunks = [
-            self._member.refs[slice(*layout.chunk_range(self._rows[name]))].tolist()
-            for name in (one, other)
-        ]
-        return bool(chunks[0] == chunks[1])
 
 
 class _Chooser:
@@ -274,6 +258,22 @@ class _Chooser:
         if self._step == "latest":
             self._job.client._settle(time.monotonic() + AGREE_S)
         return self._choose()
+
+    def checked(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
+        """Go on like :meth:`next`; StateMismatch when names are unexpected on all members."""
+        verdict = self.next(opinions)
+        if verdict["again"] or "unexpected" not in opinions[0]:
+            return verdict
+        job = self._job
+        assert isinstance(job, _Load)
+        left = opinions[0]["unexpected"]
+        for opinion in opinions[1:]:
+            others = set(opinion["unexpected"])
+            left = [name for name in left if name in others]
+        mismatch = Matching(unexpected=left).mismatch(job.strict, job.where(verdict))
+        if mismatch is not None:
+            raise mismatch
+        return verdict | {"unexpected": left}
 
     def next(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """Go on with this epoch, or take the next older one if a member found damage."""

@@ -1,16 +1,17 @@
-"""Compares the state dict that is to be filled with what a member saved. Touches nothing."""
+"""Compares the state dict that is to be filled with what was saved. Touches nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from groupio.client.parts import Parts
 from groupio.errors import InvalidInput, StateMismatch
 from groupio.format.structure import Branch, Leaf, path_text
-from groupio.model import ItemKind, ItemSpec
 from groupio.torch.flatten import flatten
+from groupio.torch.sourcing import Fill, Missing, Take, fill_of, same_content, take_of
 from groupio.torch.tensors import Local, local_part, overlaps_itself
 
 LISTED = 100
@@ -31,12 +32,13 @@ class Template:
 class Matching:
     """What a load will do, and every difference.
 
-    ``fill`` are the tensors to fill in place, by name of the saved item; ``replace`` the plain
-    leaves of the template with the saved nodes that they take.
+    ``fill`` are the tensors to fill in place, by their names; ``replace`` the plain leaves of the
+    template with the saved nodes that they take, whose values ``take`` has by item name.
     """
 
-    fill: dict[str, Local] = field(default_factory=dict)
+    fill: dict[str, Fill] = field(default_factory=dict)
     replace: list[tuple[Leaf, Branch | Leaf]] = field(default_factory=list)
+    take: dict[str, Take] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
@@ -79,52 +81,114 @@ def template_of(state_dict: Mapping[object, object]) -> Template:
     return Template(root, parts)
 
 
-def match(
-    template: Template,
-    saved: Branch,
-    specs: Mapping[str, ItemSpec],
-    same_content: Callable[[str, str], bool],
-) -> Matching:
-    """Pair the leaves of ``template`` with those that were saved.
+def match(template: Template, saved: Branch, parts: Parts) -> Matching:
+    """Pair the leaves of ``template`` with those of the tree ``saved``, path by path.
 
-    ``specs`` are the saved items by name; ``same_content`` says whether two of them have equal
-    bytes.
+    ``parts`` say what was saved under the names of the leaves.
     """
     found = Matching()
-    _match_branch(template, template.root, saved, specs, found)
-    _check_tied(found, same_content)
+    _Matcher(template, parts, found).branch(template.root, saved)
+    _check_tied(found, parts)
     return found
 
 
-def _match_branch(
-    template: Template,
-    here: Branch,
-    saved: Branch,
-    specs: Mapping[str, ItemSpec],
-    found: Matching,
-) -> None:
-    if not here.children and saved.children and here.path:
-        found.hints.append(
-            f"{path_text(here.path)} is empty here (an optimizer has no state before its first "
-            "step: get the state dicts from torch.distributed.checkpoint.state_dict, or put None "
-            "there to take all that was saved)"
-        )
-    for key, child in here.children.items():
-        other = saved.children.get(key)
-        if other is None or not _same_side(child, other):
-            found.missing += _names(child)
-            if other is not None:
-                found.unexpected += _names(other)
-        elif isinstance(child, Branch):
-            assert isinstance(other, Branch)
-            _match_branch(template, child, other, specs, found)
-        elif child.name in template.locals:
-            _match_tensor(child, template.locals[child.name], other, specs, found)
+def match_names(
+    template: Template, saved: Mapping[str, Leaf], tree: Branch, parts: Parts
+) -> Matching:
+    """The same for an epoch without structure records: a leaf is paired with the item of its name.
+
+    ``tree`` has the paths of the items as far as they are known, with keys that are str; a plain
+    leaf that is none of the items takes the subtree there.
+    """
+    found = Matching()
+    matcher = _Matcher(template, parts, found)
+    used: set[str] = set()
+    for leaf in template.root.leaves():
+        node: Branch | Leaf | None = saved.get(leaf.name)
+        if node is None and leaf.name not in template.locals:
+            node = _at(tree, leaf)
+        if node is None:
+            found.missing.append(leaf.name)
         else:
-            found.replace.append((child, other))
-    for key, other in saved.children.items():
-        if key not in here.children:
-            found.unexpected += _names(other)
+            used.update(_names(node))
+            matcher.leaf(leaf, node)
+    found.unexpected += [name for name in saved if name not in used]
+    _check_tied(found, parts)
+    return found
+
+
+class _Matcher:
+    """Fills a Matching."""
+
+    def __init__(self, template: Template, parts: Parts, found: Matching) -> None:
+        self._template = template
+        self._parts = parts
+        self._found = found
+
+    def branch(self, here: Branch, saved: Branch) -> None:
+        """Pair what is below two nodes."""
+        found = self._found
+        if not here.children and saved.children and here.path:
+            found.hints.append(
+                f"{path_text(here.path)} is empty here (an optimizer has no state before its first "
+                "step: get the state dicts from torch.distributed.checkpoint.state_dict, or put "
+                "None there to take all that was saved)"
+            )
+        for key, child in here.children.items():
+            other = saved.children.get(key)
+            if other is None or not _same_side(child, other):
+                found.missing += _names(child)
+                if other is not None:
+                    found.unexpected += _names(other)
+            elif isinstance(child, Branch):
+                assert isinstance(other, Branch)
+                self.branch(child, other)
+            else:
+                self.leaf(child, other)
+        for key, other in saved.children.items():
+            if key not in here.children:
+                found.unexpected += _names(other)
+
+    def leaf(self, leaf: Leaf, saved: Branch | Leaf) -> None:
+        """Find what a leaf is filled with or takes."""
+        found = self._found
+        local = self._template.locals.get(leaf.name)
+        if local is None:
+            takes: dict[str, Take] = {}
+            for below in [saved] if isinstance(saved, Leaf) else saved.leaves():
+                take = take_of(below, self._parts)
+                if isinstance(take, Take):
+                    takes[below.name] = take
+                else:
+                    self._failed(leaf.name, take)
+                    return
+            found.replace.append((leaf, saved))
+            found.take |= takes
+        elif isinstance(saved, Branch):
+            found.different[leaf.name] = f"a tensor here, a {saved.kind} with values saved"
+        else:
+            fill = fill_of(local, saved, self._parts)
+            if isinstance(fill, Fill):
+                found.fill[leaf.name] = fill
+            else:
+                self._failed(leaf.name, fill)
+
+    def _failed(self, name: str, why: Missing | str) -> None:
+        if isinstance(why, str):
+            self._found.different[name] = why
+            return
+        self._found.missing.append(name)
+        if why.reason and why.reason not in self._found.hints:
+            self._found.hints.append(why.reason)
+
+
+def _at(tree: Branch, leaf: Leaf) -> Branch | Leaf | None:
+    node: Branch | Leaf | None = tree
+    for step in leaf.path:
+        if not isinstance(node, Branch):
+            return None
+        node = node.children.get(step.key if step.indexed else str(step.key))
+    return node
 
 
 def _same_side(here: Branch | Leaf, saved: Branch | Leaf) -> bool:
@@ -134,44 +198,15 @@ def _same_side(here: Branch | Leaf, saved: Branch | Leaf) -> bool:
     return isinstance(saved, Branch) and (here.kind in _KEYED) == (saved.kind in _KEYED)
 
 
-def _match_tensor(
-    leaf: Leaf,
-    local: Local,
-    saved: Branch | Leaf,
-    specs: Mapping[str, ItemSpec],
-    found: Matching,
-) -> None:
-    if isinstance(saved, Branch):
-        found.different[leaf.name] = f"a tensor here, a {saved.kind} with values saved"
-        return
-    spec = specs[saved.name]
-    if spec.kind is not ItemKind.TENSOR or spec.origin != "torch":
-        kind = "numpy array" if spec.kind is ItemKind.TENSOR else "plain value"
-        found.different[leaf.name] = f"a tensor here, a {kind} saved"
-        return
-    here = f"{local.note or local.dtype} {_shape(local.global_shape)}"
-    there = f"{saved.note or spec.dtype} {_shape(spec.global_shape)}"
-    if here != there:
-        found.different[leaf.name] = f"{here} here, {there} saved"
-    elif (local.shape, local.offsets) != (spec.shape, spec.offsets):
-        found.different[leaf.name] = (
-            f"the part {_shape(local.shape)} at {_shape(local.offsets)} here, "
-            f"{_shape(spec.shape)} at {_shape(spec.offsets)} saved; this version loads onto the "
-            "same mesh and world size only"
-        )
-    else:
-        found.fill[saved.name] = local
-
-
-def _check_tied(found: Matching, same_content: Callable[[str, str], bool]) -> None:
+def _check_tied(found: Matching, parts: Parts) -> None:
     """Tensors that share their memory here must have been saved with equal bytes."""
     first: dict[tuple[object, ...], str] = {}
-    for name, local in found.fill.items():
-        tensor = local.tensor
+    for name, fill in found.fill.items():
+        tensor = fill.local.tensor
         if tensor.numel():
             place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
             other = first.setdefault(place, name)
-            if other != name and not same_content(other, name):
+            if other != name and not same_content(found.fill[other], fill, parts):
                 found.different[name] = f"shares its memory with {other} here, not when saved"
 
 
@@ -184,7 +219,3 @@ def _listed(names: list[str], what: str) -> str:
         return ""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"{len(names)} {what}: {', '.join(names[:LISTED])}{more}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return str(list(shape))

@@ -29,6 +29,9 @@ from groupio.errors import (
     to_wire,
 )
 
+_LOOK_S = 0.25
+"""While one member keeps rank 0 waiting it looks so often whether another has failed."""
+
 VERDICT_MARGIN_S = 15.0
 """Members wait so much longer than the one who collects, to hear who was missing."""
 
@@ -78,7 +81,8 @@ class Council:
         self._members = members
         self.deadline_s = deadline_s
         """How long the next decision may wait for the slowest member, in seconds."""
-        self._alone = not members.group or members.world_size == 1
+        self.alone = not members.group or members.world_size == 1
+        """Whether there is nobody to agree with."""
         self._decisions = 0
         key = f"groupio/{members.group}/{occasion}"
         place = (key, members.rank)
@@ -93,11 +97,12 @@ class Council:
         """What rank 0 makes of everyone's opinion; the same for all members.
 
         ``mine`` is a dict of plain values, or why this member cannot go on: then all members
-        raise, this one its own error and the others one that names it. ``judge`` runs on rank 0
-        and may raise an error for all. GroupTimeout names members that do not answer in time.
+        raise, this one its own error and the others one that names it, without waiting for those
+        that have not answered. ``judge`` runs on rank 0 and may raise an error for all.
+        GroupTimeout names members that do not answer in time.
         """
         self._decisions += 1
-        if self._alone:
+        if self.alone:
             if isinstance(mine, GroupIOError):
                 raise mine
             return judge([dict(mine)])
@@ -106,7 +111,7 @@ class Council:
             self._put("verdict", verdict)
         else:
             self._put(str(self._members.rank), _opinion(mine))
-            verdict = self._hear(mine)
+            verdict = {} if isinstance(mine, GroupIOError) else self._hear()
         if isinstance(mine, GroupIOError):
             raise mine
         if "error" in verdict:
@@ -119,40 +124,48 @@ class Council:
         judge: Callable[[list[dict[str, Any]]], dict[str, Any]],
     ) -> dict[str, Any]:
         try:
-            opinions = [_opinion(mine), *self._collect()]
-            for rank, opinion in enumerate(opinions):
-                if "error" in opinion:
-                    raise _of_member(rank, from_wire(opinion["error"]))
-            return judge(opinions)
+            if isinstance(mine, GroupIOError):
+                raise _of_member(0, mine)
+            return judge([dict(mine), *self._collect()])
         except GroupIOError as error:
             return {"error": to_wire(error)}
 
     def _collect(self) -> list[dict[str, Any]]:
+        """The opinions of ranks 1, 2, ...; raises the first error among them as soon as it is
+        there, for the others may be waiting for a member that will never come."""
         end = time.monotonic() + self.deadline_s
-        found: list[dict[str, Any]] = []
-        missing = []
-        for rank in range(1, self._members.world_size):
+        found: dict[int, dict[str, Any]] = {}
+        waiting = list(range(1, self._members.world_size))
+        while waiting:
             # After the deadline whoever has answered by now still counts.
-            opinion = self._get(str(rank), max(end - time.monotonic(), 0.01))
+            left = max(end - time.monotonic(), 0.01)
+            late = left <= 0.01
+            opinion = self._get(str(waiting[0]), min(left, _LOOK_S))
+            answered = [waiting[0]] if opinion is not None else []
             if opinion is None:
-                missing.append(rank)
-            else:
-                found.append(opinion)
-        if missing:
+                answered = [rank for rank in waiting[1:] if self._has(str(rank))]
+            for rank in answered:
+                one = opinion if opinion is not None else self._get(str(rank), left)
+                assert one is not None
+                if "error" in one:
+                    raise _of_member(rank, from_wire(one["error"]))
+                found[rank] = one
+            waiting = [rank for rank in waiting if rank not in found]
+            if late and not answered:
+                break
+        if waiting:
             raise GroupTimeout(
-                f"ranks {missing} did not answer within {self.deadline_s:.0f} s; see what became "
+                f"ranks {waiting} did not answer within {self.deadline_s:.0f} s; see what became "
                 "of them, then load again on all ranks",
-                missing=missing,
+                missing=waiting,
                 outcome=Outcome.UNKNOWN,
             )
-        return found
+        return [found[rank] for rank in sorted(found)]
 
-    def _hear(self, mine: Mapping[str, Any] | GroupIOError) -> dict[str, Any]:
+    def _hear(self) -> dict[str, Any]:
         verdict = self._get("verdict", self.deadline_s + VERDICT_MARGIN_S)
         if verdict is not None:
             return verdict
-        if isinstance(mine, GroupIOError):
-            raise mine
         raise GroupTimeout(
             f"rank 0 did not answer within {self.deadline_s + VERDICT_MARGIN_S:.0f} s; see what "
             "became of it, then load again on all ranks",
@@ -166,6 +179,12 @@ class Council:
     def _put(self, name: str, value: Mapping[str, Any]) -> None:
         try:
             _store().set(self._key(name), msgspec.msgpack.encode(value))
+        except RuntimeError as error:
+            raise _unreachable(error) from error
+
+    def _has(self, name: str) -> bool:
+        try:
+            return bool(_store().check([self._key(name)]))
         except RuntimeError as error:
             raise _unreachable(error) from error
 

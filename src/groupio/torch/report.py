@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,15 @@ class LoadReport:
     ``step`` is the epoch that was loaded, on all members the same one. ``missing`` are names of
     the given state dict that were not saved (left as they were), ``unexpected`` saved names that
     the state dict does not have: both are empty after a strict load. ``skipped_epochs`` are newer
-    epochs that were damaged, the newest first.
+    epochs that were damaged, the newest first. ``bytes_read`` came from the store to this rank,
+    ``bytes_forwarded`` from ranks of its host, each read once for all of them; both count whole
+    chunks. ``notes`` say what went another way than usual.
     """
 
     step: int
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     skipped_epochs: tuple[SkippedEpoch, ...] = ()
+    bytes_read: int = field(default=0, compare=False)
+    bytes_forwarded: int = field(default=0, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)

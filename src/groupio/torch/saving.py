@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch.distributed as dist
 from groupio.client.handle import SaveHandle
 from groupio.client.values import Part
 from groupio.errors import InvalidInput
-from groupio.format.structure import STRUCTURE, encode_structure
-from groupio.model import Level
+from groupio.format.structure import STRUCTURE, part_name
 from groupio.torch.clients import client_for
-from groupio.torch.flatten import flatten
 from groupio.torch.members import find_members
-from groupio.torch.tensors import local_part
+from groupio.torch.remembered import Remembered
+from groupio.torch.replicas import Sharing, check_verify
+from groupio.torch.tensors import PLAIN_TENSORS, local_part, plain_part
 
-NO_DOOR_NOTE = "no DCP door was made: this version of groupio does not write them yet"
+_remembered = Remembered()
 
 
 def save(
@@ -50,32 +49,36 @@ def save(
     ``handle.wait("durable")`` returns once the epoch survives a power cut. ``deadline_s`` bounds,
     in seconds, the time until it is in host memory on all ranks.
 
-    ``verify_replicas`` is "full": the bytes of all replicas are compared. ``dcp_door`` asks for a
-    view of the epoch that ``torch.distributed.checkpoint`` reads; this version accepts it, makes
-    none, and says so in ``handle.times.notes``.
+    ``verify_replicas``: with "full" every holder of a replica hands over all of it, and every
+    byte is compared. With "off" the holders divide tensors of 1 MiB and more evenly among each
+    other: less memory and hashing, but each part is stored as its one giver has it, and replicas
+    that drifted apart are mixed without notice. "sampled" does the same and compares some of
+    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
+    any other in the long run. With both, all holders have to save the same tensors (InvalidInput on
+    the handle when they do not).
+
+    With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
+    state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
+    after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
+    waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
+    ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
 
     Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
     the other ranks learn of it on their handles.
     """
-    if verify_replicas != "full":
-        raise InvalidInput(
-            f"verify_replicas={verify_replicas!r} is not supported; all replicas are compared: "
-            'give "full"'
-        )
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
-    handle = client_for(store, find_members(process_group)).save(
-        _Items(state_dict),
+    members = find_members(process_group)
+    sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
+    return client_for(store, members)._save(
+        _Items(state_dict, sharing),
         epoch=step,
         deadline_s=deadline_s,
         replicated=replicated,
         wait_for=wait_for,
         metadata=metadata,
+        door="dcp" if dcp_door else "",
     )
-    if dcp_door:
-        # RELEASED is reached (or the save failed) by now: this only adds the note.
-        handle._reach(Level.RELEASED, time.monotonic(), notes=(NO_DOOR_NOTE,))
-    return handle
 
 
 class _Items(Mapping[str, Any]):
@@ -84,13 +87,14 @@ class _Items(Mapping[str, Any]):
     So an InvalidInput arises inside of the client's ``save``, which tells the other members.
     """
 
-    def __init__(self, state_dict: Mapping[Any, Any]) -> None:
+    def __init__(self, state_dict: Mapping[Any, Any], sharing: Sharing) -> None:
         self._state_dict = state_dict
+        self._sharing = sharing
         self._made: dict[str, Any] | None = None
 
     def _items(self) -> dict[str, Any]:
         if self._made is None:
-            self._made = items_of(self._state_dict)
+            self._made = items_of(self._state_dict, self._sharing)
         return self._made
 
     def __getitem__(self, name: str) -> Any:
@@ -106,21 +110,34 @@ class _Items(Mapping[str, Any]):
         return self._items().items()
 
 
-def items_of(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
+def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> dict[str, Any]:
     """The items that stand for ``state_dict`` on this rank, the structure record last.
 
-    Their names are DCP's FQNs; tensors are not copied.
+    Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
+    other ranks hand over.
     """
-    root = flatten(state_dict)
-    items: dict[str, Any] = {}
-    for leaf in root.leaves():
-        if not isinstance(leaf.value, torch.Tensor):
-            items[leaf.name] = leaf.value
-            continue
-        local = local_part(leaf.value, leaf.path)
-        leaf.note = local.note
-        items[leaf.name] = Part(
-            local.tensor, local.global_shape, local.offsets, local.replicated, "torch"
-        )
-    items[STRUCTURE] = encode_structure(root)
+    # Who divides tensors has to see them as parts.
+    direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()
+    with _remembered.flattened(state_dict) as tree:
+        items: dict[str, Any] = {}
+        for leaf in tree.root.leaves():
+            value = leaf.value
+            if type(value) in direct:
+                value, note = plain_part(value, leaf.path)
+                items[leaf.name] = value
+            elif isinstance(value, torch.Tensor):
+                local = local_part(value, leaf.path)
+                note = local.note
+                for number, (part, box) in enumerate(local.boxes()):
+                    items[part_name(leaf.name, number)] = Part(
+                        part, local.global_shape, box.offsets, local.replicated, "torch"
+                    )
+            else:
+                items[leaf.name] = value
+                continue
+            if note:
+                tree.notes[leaf.name] = note
+        if sharing is not None:
+            items = sharing.divide(items, tree.root.leaves())
+        items[STRUCTURE] = tree.record()
     return items

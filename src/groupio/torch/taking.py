@@ -1,38 +1,61 @@
-"""What a plain leaf of the template gets: the whole saved subtree, with new tensors in it."""
+"""The memory that a load fills: tensors of the caller, and new values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
-from groupio.client.store_reader import StoreReader
-from groupio.errors import IntegrityError
-from groupio.format.manifest import ManifestReader
+from groupio.client.parts import Parts
+from groupio.client.wants import Collector
+from groupio.format.codec import decode_plain
+from groupio.format.dtypes import dtype_from_name
 from groupio.format.structure import Branch, Leaf, rebuild
-from groupio.model import ItemKind, ItemSpec
+from groupio.model import ItemKind
+from groupio.plan.read import Box
+from groupio.torch.sourcing import Fill, Read, Take
+from groupio.torch.tensors import as_integers
+
+Finish = Callable[[], Any]
+"""Called when all bytes are there; returns the value."""
 
 
-def leaves_of(nodes: Iterable[Branch | Leaf]) -> list[Leaf]:
-    """All leaves of the nodes."""
-    found: list[Leaf] = []
-    for node in nodes:
-        found += [node] if isinstance(node, Leaf) else list(node.leaves())
-    return found
+def collect_fills(fills: Iterable[Fill], parts: Parts, wants: Collector) -> list[Finish]:
+    """Add to ``wants`` what the tensors are filled with.
+
+    Tensors in host memory are filled directly, whatever their strides; the calls returned bring
+    the others to their devices.
+    """
+    finishes: list[Finish] = []
+    for fill in fills:
+        array, finish = _place(fill.local.tensor)
+        if finish is not None and fill.reads:
+            finishes.append(finish)
+        for read in fill.reads:
+            piece = fill.local.pieces[read.piece]
+            _collect(read, piece.box, array[piece.local] if piece.local else array, parts, wants)
+    return finishes
 
 
-def new_tensor(spec: ItemSpec) -> torch.Tensor | None:
-    """A new CPU tensor for the local part of ``spec``; None for what is no torch tensor."""
-    if spec.kind is not ItemKind.TENSOR or spec.origin != "torch":
-        return None
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-
-
-def is_sharded(spec: ItemSpec) -> bool:
-    """Whether the member has only a part of the tensor."""
-    return spec.shape != spec.global_shape
+def collect_take(take: Take, parts: Parts, wants: Collector) -> Finish:
+    """Add to ``wants`` a new value; the call gives it."""
+    spec = take.spec
+    if spec.kind is not ItemKind.TENSOR:
+        data = bytearray(spec.nbytes)
+        wants.add_whole(spec, parts.rows(take.reads[0].saved), memoryview(data))
+        return lambda: decode_plain(data) if spec.kind is ItemKind.PLAIN else bytes(data)
+    value: Any
+    if spec.origin == "torch":
+        value = torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype))
+        array = as_integers(value).numpy()
+    else:
+        value = array = np.empty(spec.global_shape, dtype_from_name(spec.dtype))
+    whole = Box((0,) * len(spec.global_shape), spec.global_shape)
+    for read in take.reads:
+        _collect(read, whole, array, parts, wants)
+    return lambda: value
 
 
 def take(node: Branch | Leaf, values: dict[str, Any]) -> Any:
@@ -45,42 +68,20 @@ def take(node: Branch | Leaf, values: dict[str, Any]) -> Any:
     return rebuild(node, value_of)
 
 
-def read_whole(
-    reader: StoreReader,
-    manifest: ManifestReader,
-    names: list[str],
-    deadline: float,
-    threads: int | None,
-) -> dict[str, torch.Tensor]:
-    """Sharded tensors put together from the parts of all members that have one.
+def _collect(
+    read: Read, held: Box, array: np.ndarray[Any, Any], parts: Parts, wants: Collector
+) -> None:
+    """``array`` holds the box ``held`` of the tensor; the read fills a part of it."""
+    if read.box != held:
+        corner = zip(read.box.offsets, held.offsets, read.box.shape, strict=True)
+        array = array[tuple(slice(lo - at, lo - at + size) for lo, at, size in corner)]
+    wants.add_box(read.saved.spec, parts.rows(read.saved), read.box, array)
 
-    IntegrityError when the parts do not cover a tensor.
-    """
-    whole: dict[str, torch.Tensor] = {}
-    done: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: set() for name in names}
-    for rank in manifest.ranks if names else ():
-        specs = {spec.name: spec for spec in manifest.member(rank).items if spec.name in done}
-        into = {}
-        for name, spec in specs.items():
-            box = (spec.offsets, spec.shape)
-            part = new_tensor(spec)
-            if part is not None and part.numel() and box not in done[name]:
-                done[name].add(box)
-                into[name] = part
-        reader.read_items(manifest, rank, list(into), into, deadline=deadline, threads=threads)
-        for name, part in into.items():
-            spec = specs[name]
-            if name not in whole:
-                whole[name] = torch.empty(spec.global_shape, dtype=part.dtype)
-            corner = zip(spec.offsets, spec.shape, strict=True)
-            whole[name][tuple(slice(lo, lo + size) for lo, size in corner)] = part
-    for name in names:
-        covered = sum(prod(shape) for _, shape in done[name])
-        if name not in whole or covered != whole[name].numel():
-            raise IntegrityError(
-                f"the saved parts of {name!r} do not cover the whole tensor; load it with a state "
-                "dict that holds a DTensor there",
-                path=manifest.path,
-                epoch=manifest.header.epoch,
-            )
-    return whole
+
+def _place(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], Finish | None]:
+    """Host memory for a tensor, and how it gets from there to the tensor (None: it is there)."""
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        array: np.ndarray[Any, Any] = as_integers(tensor).numpy()
+        return array, None
+    temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    return as_integers(temporary).numpy(), lambda: tensor.copy_(temporary)

@@ -5,16 +5,18 @@ Everything that cannot be stored bit for bit is refused here, with its path and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Partial
 
 from groupio.errors import InvalidInput
 from groupio.format.structure import Path, path_text
+from groupio.plan.read import Box
 from groupio.torch.flatten import type_text
+from groupio.torch.placing import Piece, is_placed, pieces_of, replicates, whole_piece
 
 STORED_DTYPES = frozenset(
     {
@@ -31,6 +33,9 @@ STORED_DTYPES = frozenset(
 """torch dtypes that item tables name; any other is stored as unsigned integers of its size, with
 its own name noted in the structure record."""
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The types that are plain memory; of others only DTensors are known."""
+
 _CONTAINERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _COPY_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,13 +45,14 @@ class Local:
     """The part of a tensor that this rank holds.
 
     ``tensor`` shares memory with the caller's tensor, without autograd, in the dtype in which it
-    is stored. ``note`` is the torch dtype if it is stored as another one, else "". ``replicated``
-    says that other ranks were declared to hold equal bytes.
+    is stored. ``pieces`` say which boxes of the global tensor it consists of: one, except after
+    strided sharding. ``note`` is the torch dtype if it is stored as another one, else "".
+    ``replicated`` says that other ranks were declared to hold equal bytes.
     """
 
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    pieces: tuple[Piece, ...]
     replicated: bool = False
     note: str = ""
 
@@ -61,9 +67,22 @@ class Local:
         return dtype_text(self.tensor.dtype)
 
     @property
+    def offsets(self) -> tuple[int, ...]:
+        """The corner of the first box in the global tensor."""
+        return self.pieces[0].box.offsets
+
+    @property
     def sharded(self) -> bool:
         """Whether this is less than the whole tensor."""
         return self.shape != self.global_shape
+
+    def boxes(self) -> Iterator[tuple[torch.Tensor, Box]]:
+        """The pieces as tensors, each with its box."""
+        if len(self.pieces) == 1:
+            yield self.tensor, self.pieces[0].box
+            return
+        for piece in self.pieces:
+            yield self.tensor[piece.local], piece.box
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -75,36 +94,44 @@ def local_part(tensor: torch.Tensor, path: Path) -> Local:
     """What this rank holds of ``tensor``, which stands at ``path`` of the state dict.
 
     Raises InvalidInput, naming the path, for tensors without plain memory (sparse, meta,
-    quantised, nested, fake), unknown subclasses, ``Partial`` and strided DTensor placements.
+    quantised, nested, fake), unknown subclasses, and DTensors whose placements do not say which
+    elements a rank has.
     """
     if not isinstance(tensor, DTensor):
-        stored, note = _stored(_plain(tensor, path))
+        stored, note = plain_part(tensor, path)
         shape = tuple(stored.shape)
-        return Local(stored, shape, (0,) * len(shape), note=note)
-    _check_placements(tensor, path)
+        return Local(stored, shape, (whole_piece(shape),), note=note)
     mesh, placements = tensor.device_mesh, tensor.placements
+    _check_placements(tensor, path)
     global_shape = tuple(tensor.shape)
     with torch.no_grad():
         local = _plain(tensor.to_local(), path)
-    if mesh.get_coordinate() is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         # Not a member of the mesh: it holds an empty part, whatever shape torch gives it.
         local = local.new_empty((0, *global_shape[1:]))
-        shape, offsets = tuple(local.shape), (0,) * local.ndim
+        shape = tuple(local.shape)
+        pieces: tuple[Piece, ...] = (whole_piece(shape),)
     else:
-        shape, offsets = compute_local_shape_and_global_offset(global_shape, mesh, placements)
-    if tuple(local.shape) != tuple(shape):
+        shape, pieces = pieces_of(
+            global_shape, tuple(mesh.shape), tuple(placements), tuple(coordinate)
+        )
+    if tuple(local.shape) != shape:
         raise InvalidInput(
             f"the DTensor at {path_text(path)} holds a local tensor of shape "
             f"{tuple(local.shape)}, but its placements {placements} on a mesh of "
-            f"{tuple(mesh.shape)} give {tuple(shape)}; build it with an explicit shape and stride"
+            f"{tuple(mesh.shape)} give {shape}; build it with an explicit shape and stride"
         )
-    offsets = _clipped(offsets, shape, global_shape)
-    replicated = any(
-        isinstance(placement, Replicate) and mesh.size(dim) > 1
-        for dim, placement in enumerate(placements)
-    )
     stored, note = _stored(local)
-    return Local(stored, global_shape, offsets, replicated, note)
+    return Local(stored, global_shape, pieces, replicates(tuple(mesh.shape), placements), note)
+
+
+def plain_part(tensor: torch.Tensor, path: Path) -> tuple[torch.Tensor, str]:
+    """A tensor that is no DTensor as it is stored, and its ``note``; see :class:`Local`.
+
+    Raises InvalidInput like :func:`local_part`.
+    """
+    return _stored(_plain(tensor, path))
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +161,7 @@ def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     problem = ""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in PLAIN_TENSORS:
         problem, todo = "is of a tensor subclass", "store the plain tensors that it is made of"
     elif tensor.is_quantized:
         problem, todo = "is quantised", "store int_repr(), the scale and the zero point"
@@ -167,21 +194,11 @@ def _check_placements(tensor: DTensor, path: Path) -> None:
                 "has a Partial placement: its value is a sum over ranks that was not made yet; "
                 "call redistribute() with Replicate or Shard first"
             )
-        elif not isinstance(placement, Replicate | Shard):
+        elif not is_placed(placement):
             problem = (
-                f"has the placement {placement}, which this version does not store; "
-                "call redistribute() with Shard or Replicate first"
+                f"has the placement {placement}, which cannot be stored; call redistribute() with "
+                "Shard or Replicate first"
             )
         else:
             continue
         raise InvalidInput(f"the DTensor at {path_text(path)} of the state dict {problem}")
-
-
-def _clipped(
-    offsets: tuple[int, ...], shape: tuple[int, ...], global_shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Offsets of a shard; those of an empty one are moved inside the tensor."""
-    return tuple(
-        min(int(offset), total - size)
-        for offset, size, total in zip(offsets, shape, global_shape, strict=True)
-    )
