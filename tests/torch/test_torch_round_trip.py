@@ -298,9 +298,11 @@ def test_what_cannot_be_saved_says_where(store: str) -> None:
         gt.save({"k": 1}, store, step="one")  # type: ignore[arg-type]
 
 
-def test_the_missing_door_is_said(store: str) -> None:
-    assert any("door" in note for note in save({"a": 1}, store, step=1).times.notes)
-    assert not any("door" in n for n in save({"a": 1}, store, step=2, dcp_door=False).times.notes)
+def test_a_door_is_made_unless_it_is_not_wanted(store: str) -> None:
+    for step, wanted in ((1, True), (2, False)):
+        handle = save({"a": 1}, store, step=step, dcp_door=wanted)
+        assert not any("door" in note for note in handle.wait("durable", WAIT_S).notes)
+        assert (Path(store) / "dcp" / str(step)).exists() == wanted
 
 
 def test_epochs_of_the_plain_client_are_matched_by_name(store: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -148,10 +147,3 @@ def check_room(options: Options, disk_free: int, memory_free: int) -> None:
                 f"the run needs about {needed / 1e9:.1f} GB of {what} and {free / 1e9:.1f} GB are "
                 f"free; {advice}"
             )
-
-
-def check_counts(values: Sequence[tuple[str, int, int, int]]) -> None:
-    """InvalidInput for the first (option, value, least, most) that is out of its range."""
-    for option, value, least, most in values:
-        if not least <= value <= most:
-            raise InvalidInput(f"{option} is {value}; it must be from {least} to {most}")

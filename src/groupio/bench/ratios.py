@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from groupio.bench.options import OURS, SYSTEMS, TINY_TENSORS
+from groupio.bench.options import SYSTEMS, TINY_TENSORS
 from groupio.bench.records import Record
 
 MEDIANS = (
@@ -174,11 +174,6 @@ def _load_gates(s: Summary, cold: bool) -> list[Gate]:
 
 def _stored(s: Summary, system: str) -> float | None:
     return s.ratio(system, "bytes_stored", "", "bytes_unique")
-
-
-def peers_in(medians: Iterable[str]) -> list[str]:
-    """The systems that are not groupio's own."""
-    return [name for name in medians if name not in OURS]
 
 
 def divided(one: float | None, other: float | None) -> float | None:

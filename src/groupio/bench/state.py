@@ -158,7 +158,7 @@ class State:
         content, wrong = self.content, set()
         expected = np.empty(content.nbytes, np.uint8)
         for copy in range(self._copies):
-            content.fill(expected, copy if self._copies > 1 else self._rank, epoch)
+            content.fill(expected, copy if self.whole else self._rank, epoch)
             for slot in content.slots:
                 start = slot.offset * self._copies + copy * slot.nbytes
                 found = self.region[start : start + slot.nbytes]

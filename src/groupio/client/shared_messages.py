@@ -44,11 +44,12 @@ class Begin(msgspec.Struct, tag="begin", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """A batch of ``reader`` is in its slot and verified; ``bad`` of its chunks are damaged."""
+    """A batch of ``reader`` is in ``slot`` and verified; ``bad`` of its chunks are damaged."""
 
     round: int
     reader: int
     batch: int
+    slot: int
     bad: list[int]
 
 

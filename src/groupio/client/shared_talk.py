@@ -154,7 +154,7 @@ class Talk:
         if self._work is None:
             self._early.append(message)  # others began a little earlier
         elif isinstance(message, Ready):
-            self._work.take(Filled(message.reader, message.batch, message.bad))
+            self._work.take(Filled(message.reader, message.batch, message.slot, message.bad))
         elif isinstance(message, Free):
             self._work.release(message.batch)
 
@@ -203,7 +203,7 @@ class Spoke(Talk):
 
     def filled(self, filled: Filled) -> None:
         """Pass on that a batch of this rank is in its slot."""
-        self._speak(0, Ready(self.round, filled.reader, filled.batch, filled.bad))
+        self._speak(0, Ready(self.round, *filled))
 
     def copied(self, reader: int, batch: int) -> None:
         """Pass on that this rank has copied a batch."""
@@ -286,7 +286,7 @@ class Hub(Talk):
     def filled(self, filled: Filled) -> None:
         """Tell those who want it that a batch is in its slot."""
         assert self._sharing is not None
-        ready = Ready(self.round, filled.reader, filled.batch, filled.bad)
+        ready = Ready(self.round, *filled)
         wanters = self._sharing.shares[filled.reader].wanters[:, filled.batch]
         for place in wanters.nonzero()[0].tolist():
             if place == self.link.me and place != filled.reader:
@@ -314,7 +314,7 @@ class Hub(Talk):
         elif isinstance(message, Done):
             self._done.add(place)
         elif isinstance(message, Ready):
-            self.filled(Filled(message.reader, message.batch, message.bad))
+            self.filled(Filled(message.reader, message.batch, message.slot, message.bad))
         elif isinstance(message, Copied):
             self.copied(message.reader, message.batch)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 import traceback
@@ -38,10 +39,11 @@ class Source(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A batch that is verified in its slot; ``bad`` are the numbers of its damaged chunks."""
+    """A batch that is verified in a slot; ``bad`` are the numbers of its damaged chunks."""
 
     reader: int
     batch: int
+    slot: int
     bad: list[int]
 
 
@@ -78,7 +80,10 @@ class Work:
         self._me = me
         self._window = window
         self._voice = voice
-        self._places = Places(sharing)
+        places = Places(sharing)
+        # A heap: the slot that is free and was touched before comes first.
+        self._free = list(range(places.first[me], places.first[me] + places.counts[me]))
+        self._slots: dict[int, int] = {}  # of own batches
         self._mine = sharing.shares[me]
         self._targets = _Targets(wants)
         self._lock = threading.Condition()
@@ -192,11 +197,11 @@ class Work:
                         self._lock.notify_all()
                     return filled
                 left = self._next_batch < self._mine.batches
-                slots = self._places.counts[self._me]
-                if left and self._next_batch - slots not in self._in_slots:
+                if left and self._free:
                     batch = self._next_batch
                     self._next_batch += 1
                     self._in_slots[batch] = 2
+                    self._slots[batch] = heapq.heappop(self._free)
                     return batch
                 if self._alone:
                     return self._alone.popleft()
@@ -217,7 +222,8 @@ class Work:
         """Read and verify a batch into its slot, tell the others, and take it oneself."""
         share = self._mine
         assert self._window is not None
-        slot = self._window.view(self._places.slot(self._me, batch))
+        number = self._slots[batch]
+        slot = self._window.view(number)
         at = slice(int(share.starts[batch]), int(share.starts[batch + 1]))
         rows = share.rows[at]
         into = Wants(rows, np.zeros(len(rows), np.int64), share.positions[at], [slot])
@@ -226,8 +232,8 @@ class Work:
             damaged.update(piece.row for piece in do_job(self._open, job, scratch))
         for segment in self._segments_of(batch):
             self._open.done(segment)
-        bad = [number for number, row in enumerate(rows.tolist()) if row in damaged]
-        filled = Filled(self._me, batch, bad)
+        bad = [place for place, row in enumerate(rows.tolist()) if row in damaged]
+        filled = Filled(self._me, batch, number, bad)
         self._voice.filled(filled)
         with self._lock:
             self._reads_left -= 1
@@ -237,7 +243,7 @@ class Work:
 
     def _copy(self, filled: Filled) -> None:
         assert self._window is not None
-        slot = self._window.view(self._places.slot(filled.reader, filled.batch))
+        slot = self._window.view(filled.slot)
         count = self._empty(filled, slot)
         with self._lock:
             self.bytes_forwarded += count
@@ -276,6 +282,7 @@ class Work:
             self._in_slots[batch] -= 1
             if not self._in_slots[batch]:
                 del self._in_slots[batch]
+                heapq.heappush(self._free, self._slots.pop(batch))
                 self._lock.notify_all()
 
     def _segments_of(self, batch: int) -> list[int]:

@@ -62,8 +62,7 @@ def common(one: Box, other: Box) -> Box | None:
     """What two boxes of one tensor have in common; None when that is nothing."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     shape = tuple(
-        min(a + n, b + m) - lo
-        for a, n, b, m, lo in zip(*one, *other, offsets, strict=True)
+        min(a + n, b + m) - lo for a, n, b, m, lo in zip(*one, *other, offsets, strict=True)
     )
     return Box(offsets, shape) if all(size > 0 for size in shape) else None
 

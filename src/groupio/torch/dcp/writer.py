@@ -96,7 +96,8 @@ class GroupStorageWriter(FileSystemWriter):
     the ``RuntimeError`` of its process group.
 
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
-    pass them on before the copy. Thread-safe: saves of several threads do not disturb each other.
+    pass them on before the copy. Saves may overlap if each has a process group of its own: torch
+    runs its collectives in the background, and those of two saves would mix on one.
     """
 
     _synchronize_after_execute = True
