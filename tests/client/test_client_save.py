@@ -98,6 +98,7 @@ def test_a_lease_that_is_granted_again_is_reused_and_standby_maps_ahead(
         assert saved.result(20).times.released
         peer.send(msg.Standby(0, 2 << 20))
         peer.send(msg.Standby(1 << 40, 4096))  # not there: only an advance, so no harm
+        assert peer.take(msg.Mapped) == msg.Mapped(0, 2 << 20)
     assert len(client._connections[0]._arena._leases) == 1
 
 

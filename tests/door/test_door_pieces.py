@@ -15,7 +15,7 @@ from groupio.door.pieces import Finder, Piece
 from groupio.format.frames import Frames, Kind
 from groupio.model import ChunkTable, ItemKind, ItemSpec
 from groupio.plan.chunks import chunk_grid
-from groupio.plan.frames import Run, frame_table
+from groupio.plan.frames import Runs, frame_table
 
 LEAD = 38
 
@@ -41,18 +41,19 @@ class Store:
         at, parts, runs = 4096, [], []
         before = -2
         for chunk in chunks:
-            if chunk != before + 1 or runs[-1].chunks == run:
+            if chunk != before + 1 or runs[-1][3] == run:
                 gap = -(-(at + LEAD) // 4096) * 4096 - at
                 parts.append(np.zeros(gap // 4, np.int32))
                 at += gap
-                runs.append(Run(spec, chunk, 0, at))
-            runs[-1] = runs[-1]._replace(chunks=runs[-1].chunks + 1)
+                runs.append([0, 0, chunk, 0, at])
+            runs[-1][3] += 1
             first, size = starts[chunk] // 4, sizes[chunk] // 4
             parts.append(values.reshape(-1)[first : first + size])
             self.rows.append((len(self.data), at, int(sizes[chunk])))
             at += int(sizes[chunk])
             before = chunk
-        self.frames[len(self.data)] = Frames(frame_table(runs), at)
+        table = frame_table([Runs([spec], np.array(runs, np.int64).reshape(-1, 5))])
+        self.frames[len(self.data)] = Frames(table, at)
         self.data.append(np.concatenate([np.zeros(1024, np.int32), *parts]))
 
     def finder(self, *, framed: bool = True) -> Finder:

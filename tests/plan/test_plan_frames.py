@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_help import raw, tensor
 
-from groupio.format.frames import Kind
+from groupio.format.frames import FrameTable, Kind
 from groupio.model import CHUNK_BYTES, ItemKind, ItemSpec
 from groupio.plan import chunks
 from groupio.plan.chunks import chunk_boxes, find_cuts
-from groupio.plan.frames import Run, framable, frame_table, run_kinds
+from groupio.plan.frames import Runs, framable, frame_table, run_kinds, shapes_of
 
 SMALL_CHUNK = 64
 
@@ -130,14 +130,16 @@ def test_what_torch_can_read() -> None:
 
 def test_a_table_has_a_row_for_each_chunk_and_each_kind_once() -> None:
     rows = tensor("rows", (3, 10))
-    runs = [
-        Run(rows, 0, 3, 1000),
-        Run(tensor("small", (2, 2), dtype="int32"), 0, 1, 2000),
-        Run(tensor("like rows", (3, 10)), 0, 3, 3000),
-        Run(rows, 2, 1, 4000),
-        Run(tensor("as small", (2, 2), dtype="int32"), 0, 1, 5000),
+    items = [
+        rows,
+        tensor("small", (2, 2), dtype="int32"),
+        tensor("like rows", (3, 10)),
+        tensor("as small", (2, 2), dtype="int32"),
     ]
-    table = frame_table(runs)
+    placed = [(0, 0, 3, 1000), (1, 0, 1, 2000), (2, 0, 3, 3000), (0, 2, 1, 4000), (3, 0, 1, 5000)]
+    table = frame_table([runs_of(items, placed)])
+    halves = [runs_of(items, placed[:2]), runs_of([rows], []), runs_of(items, placed[2:])]
+    assert_equal(frame_table(halves), table)
     assert table.run_offsets.tolist() == [1000] * 3 + [2000] + [3000] * 3 + [4000, 5000]
     assert table.chunk_offsets.tolist() == [
         1000, 1040, 1080, 2000, 3000, 3040, 3080, 4000, 5000
@@ -153,13 +155,53 @@ def test_a_table_has_a_row_for_each_chunk_and_each_kind_once() -> None:
     assert len(frame_table([])) == 0
 
 
+@given(st.data())
+def test_a_table_of_many_runs_is_that_of_each_of_them(data: st.DataObject) -> None:
+    shapes = [(3, 10), (4, 5), (2, 3, 10), ()]
+    items = [
+        tensor(f"{n}", data.draw(st.sampled_from(shapes)))
+        for n in range(data.draw(st.integers(1, 4)))
+    ]
+    placed = []
+    for number in range(data.draw(st.integers(0, 8))):
+        item = data.draw(st.integers(0, len(items) - 1))
+        chunks_of_item = find_cuts(items[item]).n_chunks
+        first = data.draw(st.integers(0, chunks_of_item - 1))
+        count = data.draw(st.integers(1, chunks_of_item - first))
+        placed.append((item, first, count, 1000 * (number + 1)))
+    table = frame_table([runs_of(items, placed)])
+    row = 0
+    for item, first, count, offset in placed:
+        for kind in run_kinds(items[item], find_cuts(items[item]), first, count):
+            assert table.kind_list[table.kinds[row]] == kind
+            assert table.run_offsets[row] == offset
+            assert table.chunk_offsets[row] == offset + 4 * kind.skip
+            row += 1
+    assert row == len(table)
+    assert len(set(table.kind_list)) == len(table.kind_list)
+
+
+def runs_of(items: list[ItemSpec], placed: list[tuple[int, int, int, int]]) -> Runs:
+    """Runs from (item, first chunk, count, offset)."""
+    numbers = shapes_of(items)
+    rows = [(item, numbers[item], *rest) for item, *rest in placed]
+    return Runs(items, np.array(rows, np.int64).reshape(-1, 5))
+
+
+def assert_equal(table: FrameTable, other: FrameTable) -> None:
+    """The same rows and kinds."""
+    assert table.kind_list == other.kind_list
+    for name in ("chunk_offsets", "run_offsets", "kinds"):
+        assert getattr(table, name).tolist() == getattr(other, name).tolist()
+
+
 def test_twenty_thousand_tiny_tensors_take_a_tenth_of_a_second() -> None:
     items = [tensor(f"layer.{i}.bias", (i % 50 + 1,)) for i in range(20_000)]
     best = 9.9
     for _ in range(3):
         started = time.thread_time()
-        chosen = np.flatnonzero(framable(items)).tolist()
-        table = frame_table(Run(items[i], 0, 1, 4096 + 100 * i) for i in chosen)
+        placed = [(i, 0, 1, 4096 + 100 * i) for i in np.flatnonzero(framable(items)).tolist()]
+        table = frame_table([runs_of(items, placed)])
         best = min(best, time.thread_time() - started)
     assert len(table) == 20_000
     assert best < (0.1 if sys.gettrace() is None else 1.0)

@@ -171,7 +171,8 @@ class Interpreter:
 
     # -- commands: ranks ---------------------------------------------------------
 
-    def do_open(self, line: Line) -> None:
+    def _client(self, line: Line) -> tuple[Client, int]:
+        """The client that a line speaks of, and its rank."""
         given = line.given
         rank = int(given.get("rank", "0"))
         name = given.get("client", f"c{rank}")
@@ -179,6 +180,28 @@ class Interpreter:
         client = self.clients.setdefault(
             name, Client(name, given.get("node", next(iter(self.machines))), ev.Process(pid, 1))
         )
+        return client, rank
+
+    def do_hello(self, line: Line) -> None:
+        """A client connects."""
+        given = line.given
+        client, rank = self._client(line)
+        gave_up = tuple(int(word) for word in given.get("gave-up", "").split(",") if word)
+        arrived = ev.ClientArrived(
+            client=client.name,
+            process=client.process,
+            rank=rank,
+            world_size=int(given.get("world", "1")),
+            job=given.get("job"),
+            launch_id=given.get("launch"),
+            gave_up=gave_up,
+        )
+        self.control(arrived)
+
+    def do_open(self, line: Line) -> None:
+        given = line.given
+        client, rank = self._client(line)
+        name = client.name
         client.saves += 1
         self.contents[name, client.saves] = given.get("content", "x")
         layout = layout_of(size_of(given.get("size", "1M")))
@@ -248,10 +271,17 @@ class Interpreter:
         self.machine(client.node, ev.MemberGone(client.name, process_gone=True))
         self.control(ev.MemberGone(client.name, process_gone=False))
 
-    def do_standby(self, line: Line) -> None:
+    def do_mapped(self, line: Line) -> None:
+        """A client has mapped what it got ahead: ``at`` an offset, so many bytes."""
+        name, given = line.flags[0], line.given
         node = next(iter(self.machines))
-        effects = self.machines[node].standby(line.flags[0], size_of(line.given["size"]))
-        self.take(node, effects)
+        self.machine(node, ev.AheadMapped(name, size_of(given["at"]), size_of(given["size"])))
+
+    def do_expect(self, line: Line) -> None:
+        """A client, or its newest epoch, says how much it is going to save."""
+        known = self.clients.get(line.flags[0])
+        node = known.node if known is not None else next(iter(self.machines))
+        self.machine(node, ev.SaveExpected(line.flags[0], size_of(line.given["size"])))
 
     # -- commands: nodes ---------------------------------------------------------
 

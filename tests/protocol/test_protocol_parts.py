@@ -34,6 +34,7 @@ def test_messages_survive_the_wire(union: Any) -> None:
         bool: True,
         DecisionKey: DecisionKey(1, 5, 2),
         tuple[str, ...]: ("a", "b"),
+        tuple[int, ...]: (4, 5),
         tuple[bytes, ...]: (b"a",),
         dict[str, Any]: {"kind": "InvalidInput", "fields": {"ranks": [1, 2]}},
     }

@@ -63,8 +63,10 @@ def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
             world.withdraw(rng.choice([r for r in ranks if r.busy]))
         elif dice < 0.8 * rate and world.timers:
             world.fire(rng.choice(sorted(world.timers)))
-        elif dice < 0.25 and any(not r.busy for r in ranks):
+        elif dice < 0.22 and any(not r.busy for r in ranks):
             save(world, rng, rate)
+        elif dice < 0.25 and ranks:
+            world.expect(rng.choice(ranks), rng.choice(SIZES))
         elif pending:
             chosen = rng.choices(pending, [weights[kind] for kind, _ in pending])
             chosen[0][1]()
@@ -191,6 +193,12 @@ class AnyOrder(RuleBasedStateMachine):
     def one_saves(self, pick: int, size: int) -> None:
         idle = [r for r in self.world.active() if not r.busy]
         self.world.open(idle[pick % len(idle)], size=size)
+
+    @precondition(lambda self: self.world.active())
+    @rule(pick=PICK, size=st.sampled_from(SIZES))
+    def one_expects(self, pick: int, size: int) -> None:
+        ranks = self.world.active()
+        self.world.expect(ranks[pick % len(ranks)], size)
 
     @precondition(lambda self: self.world.active())
     @rule(pick=PICK, how=st.sampled_from(["kill", "hang_up"]))

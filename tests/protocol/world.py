@@ -22,6 +22,7 @@ from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.controller import Controller
+from groupio.protocol.group import Phase
 from groupio.protocol.ledger import Ledger, Use
 
 STORE_EFFECTS = (
@@ -54,10 +55,13 @@ class World:
         self.arenas: dict[str, set[int]] = {node: set() for node in self.machines}
         self.groups: dict[int, dict[int, tuple[str, int]]] = {}
         """Who sits in each group that was admitted: client and save by rank."""
+        self.heard: dict[str, tuple[int, int]] = {}
+        """When the controller heard of each client's arrival and of its process's end (0: not)."""
         self.launches = 0
         self.last: tuple[str, Any] = ("", ev.TimerFired(""))
         self._pids = count(1000)
         self._names = count(1)
+        self._moments = count(1)
 
     # -- what ranks do ---------------------------------------------------------
 
@@ -87,11 +91,13 @@ class World:
         epoch: int,
         pid: int,
         launch: int,
+        gave_up: tuple[int, ...] = (),
     ) -> None:
         name = f"c{next(self._names)}"
+        process = ev.Process(pid, 1)
         self.ranks[name] = Rank(
             name=name,
-            process=ev.Process(pid, 1),
+            process=process,
             node=node,
             rank=number,
             world=world,
@@ -99,6 +105,10 @@ class World:
             rewind_to=rewind,
             next_epoch=max(0, epoch),
         )
+        arrived = ev.ClientArrived(
+            name, process, number, world, "job", launch_id=str(launch), gave_up=gave_up
+        )
+        self.ranks[name].outbox.append(arrived)
 
     def latest(self) -> int:
         """The newest epoch of the line, as a reader of the store finds it; -1 if none."""
@@ -137,6 +147,10 @@ class World:
             )
         )
 
+    def expect(self, rank: Rank, size: int) -> None:
+        """The rank says how much its first save will take."""
+        rank.outbox.append(ev.SaveExpected(rank.name, size))
+
     def withdraw(self, rank: Rank) -> None:
         """The rank gives its open save up."""
         save = next(s for s in rank.saves.values() if not s.released)
@@ -159,7 +173,10 @@ class World:
         rank.connected = False
         rank.outbox.append(ev.MemberGone(rank.name, process_gone=False))
         pid, epoch = rank.process.pid, rank.next_epoch
-        self._join(rank.node, rank.rank, rank.world, rank.rewind_to, epoch, pid, rank.launch)
+        gave_up = tuple(s.epoch for s in rank.saves.values() if not s.released)
+        self._join(
+            rank.node, rank.rank, rank.world, rank.rewind_to, epoch, pid, rank.launch, gave_up
+        )
 
     # -- what may happen next ---------------------------------------------------------
 
@@ -190,9 +207,10 @@ class World:
 
     def deliver(self, rank: Rank, event: Any) -> None:
         """An event of a rank arrives at its node: for the machine, the controller, or both."""
-        if isinstance(event, ev.MemberOpened | ev.MemberFailed | ev.MemberGone):
+        to_controller = (ev.ClientArrived, ev.MemberOpened, ev.MemberFailed)
+        if isinstance(event, (*to_controller, ev.MemberGone)):
             self.reports[rank.node].append(event)
-        if not isinstance(event, ev.MemberOpened | ev.MemberFailed):
+        if not isinstance(event, to_controller):
             self.machine(rank.node, event)
 
     def _runnable(self) -> list[fx.Effect]:
@@ -236,8 +254,13 @@ class World:
     def control(self, event: Any) -> None:
         """Feed the controller and execute its effects."""
         self.last = ("", event)
+        if isinstance(event, ev.ClientArrived):
+            self.heard[event.client] = (next(self._moments), 0)
+        if isinstance(event, ev.MemberGone) and event.process_gone:
+            self.heard[event.client] = (self.heard[event.client][0], next(self._moments))
         for effect in self.controller.handle(event):
             self._execute(effect)
+        self._check_nobody_is_missed_in_vain()
 
     def machine(self, node: str, event: Any) -> None:
         """Feed a node's machine and execute its effects."""
@@ -255,6 +278,9 @@ class World:
             assert self.controller.handle(event) == []
             return
         for effect in self.machines[node].handle(event):
+            if isinstance(effect, fx.Punch):
+                assert isinstance(event, ev.AheadMapped)
+                continue
             assert isinstance(effect, fx.Report), f"{event} came again and caused {effect}"
             self.reports[node].append(effect.event)
 
@@ -294,8 +320,15 @@ class World:
                 self.arenas[node].add(arena)
             case fx.CloseArena(arena=arena):
                 self.arenas[node].remove(arena)
-            case fx.Punch(arena=arena) | fx.Populate(arena=arena):
+            case fx.Punch(arena=arena, offset=offset):
                 assert arena in self.arenas[node]
+                there = [e.offset for e in self.machines[node].ledger.extents if e.arena == arena]
+                assert offset not in there
+            case fx.Populate(arena=arena, client=client):
+                assert arena in self.arenas[node]
+                if self.ranks[client].alive and self.ranks[client].connected:
+                    mapped = ev.AheadMapped(client, effect.offset, effect.length)
+                    self.ranks[client].outbox.append(mapped)
             case fx.GrantLease(client=client):
                 assert effect.arena in self.arenas[node]
                 rank = self.ranks[client]
@@ -352,6 +385,29 @@ class World:
         assert found == list(range(effect.world_size)) == sorted(members)
         assert len({self.ranks[client].launch for client, _ in members.values()}) == 1
 
+    def _check_nobody_is_missed_in_vain(self) -> None:
+        """A group that waits for a rank whose end its members saw waits a short while only."""
+        for group in self.controller.groups.values():
+            seated = [self.ranks[seat.opened.client] for seat in group.seats.values()]
+            if group.phase is not Phase.GATHERING or not all(one.alive for one in seated):
+                continue  # in the second case the news is on its way
+            lives = {one.process for one in seated}
+            arrived = [
+                self.heard[one.name][0]
+                for one in self.ranks.values()
+                if one.process in lives and one.name in self.heard
+            ]
+            for number in group.missing:
+                known = [
+                    self.heard[one.name]
+                    for one in self.ranks.values()
+                    if (one.launch, one.rank) == (seated[0].launch, number)
+                    and one.name in self.heard
+                ]
+                if known and all(end > min(arrived) for _, end in known):
+                    ended = f"ended-{group.number}-{number}"
+                    assert ended in self.timers, f"{group} waits for {number}"
+
     def _check_memory(self, node: str) -> None:
         machine = self.machines[node]
         ledger = machine.ledger
@@ -366,6 +422,9 @@ class World:
             ranges.sort()
             assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         held = {(e.arena, e.offset): e.use for e in ledger.extents}
+        for client, extent in machine._ahead.items():
+            assert machine.arenas[client] == extent.arena
+            assert held[extent.arena, extent.offset] is extent.use is Use.FREE
         for (where, group), job in self.jobs.items():
             for wave in job.waves if where == node else ():
                 use = held[wave.arena, wave.offset]
@@ -399,6 +458,8 @@ class World:
     def check_rest(self) -> None:
         """Nothing is left over: every group is decided, every member told, no memory held."""
         assert not self.controller.groups
+        assert not self.controller.presence._watches
+        self._check_presence()
         assert not self.controller.waiting
         now = self.controller.incarnation
         if now is not None:
@@ -417,9 +478,19 @@ class World:
             silent = {r.name for r in self.ranks.values() if r.alive and not r.connected}
             assert {client for client, _ in machine._held} <= silent
             assert not machine._asked
+            assert set(machine._ahead) <= alive - silent
             assert machine._gone == set()
         assert not self.jobs
         self._check_history()
+
+    def _check_presence(self) -> None:
+        """Of those whose process ended, nobody is kept whose end no living process saw."""
+        persons = self.controller.presence._persons
+        alive = {name for name in persons if self.ranks[name].alive}
+        launches = {self.ranks[name].launch for name in alive}
+        assert {self.ranks[name].launch for name in persons} <= launches
+        ended = [(self.ranks[n].launch, self.ranks[n].rank) for n in persons.keys() - alive]
+        assert len(ended) == len(set(ended))
 
     def _check_history(self) -> None:
         newest: dict[int, int] = {}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from blake3 import blake3
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrun_worker import clone, equal
 
 import groupio
@@ -249,8 +250,18 @@ def test_a_stock_dcp_directory_is_no_store_and_says_how_to_import_it(tmp_path: P
     assert "torch.distributed.checkpoint" in caught.value.message
     assert "dcp.load" in caught.value.message or "import" in caught.value.message
     assert not into["w"].any()
+    with pytest.raises(CheckpointException, match="to import it"):
+        dcp.load(into, checkpoint_id="1", storage_reader=gt.GroupStorageReader(stock))
     gt.close()
     assert sorted(path.name for path in stock.rglob("*")) == before
+
+
+def test_what_is_no_address_of_a_store() -> None:
+    for store in (None, 7, b"bytes"):
+        with pytest.raises(InvalidInput, match="give a path or a file:// URL"):
+            gt.save({"w": torch.ones(1)}, store, step=1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match="give a path or a file:// URL"):
+            gt.load({"w": torch.ones(1)}, store)  # type: ignore[arg-type]
 
 
 def test_a_file_and_a_folder_of_other_things(tmp_path: Path) -> None:

@@ -196,6 +196,9 @@ def test_the_epoch_is_the_number_at_the_end(text: str, epoch: int) -> None:
 def test_other_ids_are_refused(text: Any) -> None:
     with pytest.raises(InvalidInput, match="checkpoint_id"):
         epoch_of(text)
+    with pytest.raises(InvalidInput, match="checkpoint_id"):
+        # None alone means to go on with the one before.
+        gt.GroupStorageWriter("/store").reset(text if text is not None else object())
     assert not gt.GroupStorageWriter.validate_checkpoint_id(text)
     assert not gt.GroupStorageReader.validate_checkpoint_id(text)
 

@@ -127,6 +127,15 @@ def test_store_that_moved_and_conversion(store: str, tmp_path: Path) -> None:
     os.makedirs(tmp_path / "elsewhere")
     os.rename(store, moved)
     assert differences(state, stock_load(moved, 4, state)) == []
+    # It keeps its job, and takes further epochs, through a link too.
+    linked = os.fspath(tmp_path / "link")
+    os.symlink(moved, linked)
+    for step, path in ((5, moved), (6, linked)):
+        state["list"][0] += 1
+        save(state, path, step)
+        assert differences(state, stock_load(path, step, state)) == []
+        gt.close()
+    state["list"][0] -= 2
     dcp_to_torch_save(f"{moved}/dcp/4", tmp_path / "all.pt")
     whole = torch.load(tmp_path / "all.pt", weights_only=False)
     assert differences(state["model"], whole["model"]) == []

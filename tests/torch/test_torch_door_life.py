@@ -161,3 +161,41 @@ def export(store: str, *more: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_copied_chunks_are_verified_when_data_is_read(store: str) -> None:
+    save({"w": torch.randn(300_000)}, store, 1, dcp_door=False)
+    export(store)
+    copies = Path(store, "dcp", "1", "__extra.bin")
+    data = bytearray(copies.read_bytes())
+    data[500_000] ^= 1
+    copies.write_bytes(data)
+    assert verify(store) == (0, [])
+    assert verify(store, "--read-data") == (1, [("corrupt", str(copies))])
+
+
+def test_no_door_shows_an_epoch_that_a_rewind_abandoned(store: str) -> None:
+    """Not even under the number of an epoch that was saved without a door since."""
+    for step in (1, 2, 3):
+        save({"w": torch.full((5,), float(step))}, store, step)
+    gt.close()
+    code = (
+        "import sys, groupio\n"
+        "client = groupio.connect(sys.argv[1], rank=0, world_size=1, rewind_to=1)\n"
+        "client.save({'w': b'other'}, epoch=2).wait('durable', 30)\n"
+        "client.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, store], check=True, timeout=60)
+    assert {info.epoch for info in groupio.connect(store).epochs() if not info.abandoned} == {1, 2}
+    end = time.monotonic() + 10
+    while Path(store, "dcp", "2").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert sorted(os.listdir(Path(store, "dcp"))) == ["1", "3"]
+    assert verify(store) == (0, [])
+
+
+def verify(store: str, *options: str) -> tuple[int, list[tuple[str, str]]]:
+    """The exit code of ``groupio verify``, and kind and path of what it found."""
+    command = [sys.executable, "-m", "groupio.cli", "verify", store, "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, [(d["kind"], d["path"]) for d in json.loads(done.stdout)["damage"]]

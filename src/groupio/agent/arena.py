@@ -119,9 +119,16 @@ class MemberArena:
                 if start < offset + length and offset < start + size:
                     _drop(self._maps.pop((start, size)))
             length = min(length, self._size - offset)
-        if length > 0 and _libc.fallocate(self._fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, length):
-            number = ctypes.get_errno()
-            raise OSError(number, f"punching an arena: {os.strerror(number)}")
+            if length <= 0 or self._fd < 0:
+                return  # it has no memory there
+            # Of its own, for the same reason as in ``populate``.
+            fd = os.dup(self._fd)
+        try:
+            if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, length):
+                number = ctypes.get_errno()
+                raise OSError(number, f"punching an arena: {os.strerror(number)}")
+        finally:
+            os.close(fd)
 
     def resident_bytes(self) -> int:
         """The memory that the arena has now, in bytes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import status
 from groupio.errors import GroupIOError, InvalidInput, from_wire, to_wire
-from groupio.model import Level
+from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
@@ -56,6 +56,12 @@ class Desk:
                 self._save_failed(peer, peer.job, save_id, from_wire(error))
             case msg.Released(save_id=save_id):
                 driver.tell_machine(ev.WriterStopped(peer.client, save_id))
+            case msg.Expect(total_bytes=total_bytes):
+                driver.tell_machine(ev.SaveExpected(peer.client, total_bytes))
+            case msg.Mapped(offset=offset, length=length):
+                if offset < 0 or length <= 0 or offset % PAGE_BYTES or length % PAGE_BYTES:
+                    raise InvalidInput(f"a client mapped {length} bytes at {offset}: no pages")
+                driver.tell_machine(ev.AheadMapped(peer.client, offset, length))
             case msg.Settle(request_id=request_id):
                 driver.open_store(peer.job)
                 peer.job.settling.append((peer, request_id))
@@ -92,6 +98,16 @@ class Desk:
                 notes=peer.notes,
             ),
         )
+        arrived = ev.ClientArrived(
+            client=peer.client,
+            process=peer.process,
+            rank=hello.rank,
+            world_size=hello.world_size,
+            job=hello.job,
+            launch_id=hello.launch_id,
+            gave_up=hello.gave_up,
+        )
+        driver.tell_controller(peer.job, arrived)
         if not peer.job.controller.store_open:
             driver.open_store(peer.job)
 

@@ -11,8 +11,9 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from groupio.backend.doors import DOORS
 from groupio.errors import GroupIOError
 from groupio.protocol import messages as msg
 
@@ -29,6 +30,15 @@ NICE = 5
 DCP = "dcp"
 
 
+class _Wish(NamedTuple):
+    """The door of an epoch of the store at ``path``; ``epoch`` None: of the newest one, if it
+    should have one. Not ``wanted``: only that of another write has to go."""
+
+    path: str
+    epoch: int | None
+    wanted: bool
+
+
 @dataclass(slots=True)
 class _Order:
     """A door that is being made, and the saves that wait for it: (client, save id)."""
@@ -41,9 +51,9 @@ class Doors:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._asked: dict[tuple[str, int], tuple[str, int]] = {}
-        """(client, save id) -> (store, epoch) of saves that are not decided yet."""
-        self._orders: dict[tuple[str, int | None], _Order] = {}
+        self._asked: dict[tuple[str, int], _Wish] = {}
+        """By (client, save id), of saves that are not decided yet."""
+        self._orders: dict[_Wish, _Order] = {}
         self._thread = ThreadPoolExecutor(1, "door", initializer=_yield_to_others)
 
     @property
@@ -52,58 +62,66 @@ class Doors:
         return bool(self._orders)
 
     def opened(self, job: Job, client: str, message: msg.OpenSave) -> None:
-        """A member opened a save; remember that it wants a door."""
-        if message.door == DCP:
-            self._asked[client, message.save_id] = job.path, message.epoch
+        """A member opened a save; remember whether it wants a door."""
+        wanted = message.door == DCP
+        self._asked[client, message.save_id] = _Wish(job.path, message.epoch, wanted)
 
     def decided(self, seat: MemberSeat, *, committed: bool) -> None:
         """A member's save is over: make its door, after the member has heard of the commit."""
-        wanted = self._asked.pop((seat.client, seat.save_id), None)
-        if wanted is not None and committed:
-            self._order(*wanted).waiting.append((seat.client, seat.save_id))
+        wish = self._asked.pop((seat.client, seat.save_id), None)
+        if wish is None or not committed:
+            return
+        if wish.wanted:
+            self._order(wish).waiting.append((seat.client, seat.save_id))
+        else:
+            # A rewind may have left the door of an abandoned epoch under this one's number.
+            self._order(wish)
 
     def recover(self, job: Job) -> None:
         """A store was opened: make the door of its newest epoch if that lacks one it should have.
 
         Costs a look at the store, in the doors' own thread.
         """
-        self._order(job.path, None)
+        self._order(_Wish(job.path, None, False))
 
-    def _order(self, path: str, epoch: int | None) -> _Order:
-        """The order for an epoch's door; ``epoch`` None: the newest one's, if it should have one.
+    def _order(self, wish: _Wish) -> _Order:
+        """The order for an epoch's door.
 
         A new one is made for each that comes after the last was carried out: that is a look at
         the door that is there.
         """
-        place = path, epoch
-        order = self._orders.get(place)
+        order = self._orders.get(wish)
         if order is None:
-            order = self._orders[place] = _Order()
-            self._thread.submit(self._carry_out, path, epoch)
+            order = self._orders[wish] = _Order()
+            self._thread.submit(self._carry_out, wish)
         return order
 
-    def _carry_out(self, path: str, epoch: int | None) -> None:
+    def _carry_out(self, wish: _Wish) -> None:
         error = ""
         try:
-            self._make(path, epoch)
+            self._make(wish)
         except GroupIOError as failed:
-            log.warning("no door of epoch %s of %s: %s", epoch, path, failed.message)
+            log.warning("no door of epoch %s of %s: %s", wish.epoch, wish.path, failed.message)
             error = failed.message
         except Exception as failed:
-            log.exception("making the door of epoch %s of %s failed", epoch, path)
+            log.exception("making the door of epoch %s of %s failed", wish.epoch, wish.path)
             error = f"{type(failed).__name__}: {failed}"
-        self._driver.post(lambda: self._done(path, epoch, error))
+        self._driver.post(lambda: self._done(wish, error))
 
-    def _make(self, path: str, epoch: int | None) -> None:
+    def _make(self, wish: _Wish) -> None:
+        number = None if wish.wanted else wish.epoch
+        if number is not None and not os.path.lexists(os.path.join(wish.path, DOORS, str(number))):
+            return
         # Imported here: an agent whose jobs want no doors does without.
         from groupio.door.publish import ensure_door
 
-        made = ensure_door(path, epoch, pause=self._driver.workers.give_way)
+        pause = self._driver.workers.give_way
+        made = ensure_door(wish.path, wish.epoch, wanted=wish.wanted, pause=pause)
         if made is not None:
             log.info("door of epoch %d: %d pieces, %d bytes", made.epoch, made.pieces, made.bytes)
 
-    def _done(self, path: str, epoch: int | None, error: str) -> None:
-        for client, save_id in self._orders.pop((path, epoch)).waiting:
+    def _done(self, wish: _Wish, error: str) -> None:
+        for client, save_id in self._orders.pop(wish).waiting:
             peer = self._driver.clients.get(client)
             if peer is not None:
                 self._driver.send(peer, msg.DoorDone(save_id, error))

@@ -334,7 +334,7 @@ class Driver:
             if peer.job is job and peer.connected and peer.hello is not None:
                 length = job.store.lease_bytes.get(peer.hello.rank, 0)
                 if length:
-                    self._run(None, self.machine.standby(peer.client, length))
+                    self.tell_machine(ev.SaveExpected(peer.client, length))
 
     def _run(self, job: Job | None, effects: list[fx.Effect]) -> None:
         for effect in effects:
@@ -363,6 +363,9 @@ class Driver:
                 if (peer := self.clients.get(client)) is not None:
                     self.send(peer, msg.Arena(), (self.arenas[arena].fd,))
             case fx.CloseArena(arena=arena):
+                for place, unwanted in self._populates.items():
+                    if place[0] == arena:
+                        unwanted.set()
                 self.arenas.pop(arena).close()
             case fx.Punch(arena=arena, offset=offset, length=length):
                 if (populating := self._populates.get((arena, offset))) is not None:
@@ -426,12 +429,15 @@ class Driver:
 
         def populate() -> None:
             try:
+                if unwanted.is_set():
+                    return
                 arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
                 if unwanted.is_set():
                     # It was given back meanwhile: what came after that must go, too.
                     arena.punch(effect.offset, effect.length)
             except (GroupIOError, OSError, ValueError) as error:
-                log.warning("memory was not prepared ahead of its use: %s", error)
+                if not unwanted.is_set():
+                    log.warning("memory was not prepared ahead of its use: %s", error)
                 unwanted.set()
             self.post(announce)
 

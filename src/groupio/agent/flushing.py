@@ -7,10 +7,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from groupio.agent.pipeline import FlushJob
 from groupio.errors import GroupIOError, InvalidInput, StagingFull
 from groupio.format.items import decode_items, items_id
 from groupio.model import ItemSpec, NodeReport
+from groupio.plan.frames import shapes_of
 from groupio.plan.layout import Layout, lay_out
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -33,6 +37,8 @@ class Tables:
         default_factory=OrderedDict
     )
 
+    _shapes: dict[bytes, npt.NDArray[np.int64]] = field(default_factory=dict)
+
     def get(self, encoded: bytes, claimed_id: bytes) -> tuple[tuple[ItemSpec, ...], Layout]:
         """The items and layout of an encoded table. FormatError or InvalidInput if it is bad."""
         kept = self._kept.get(claimed_id)
@@ -42,9 +48,18 @@ class Tables:
             items = decode_items(encoded)
             kept = self._kept[claimed_id] = (items, lay_out(items))
             if len(self._kept) > TABLES_KEPT:
-                self._kept.popitem(last=False)
+                self._shapes.pop(self._kept.popitem(last=False)[0], None)
         self._kept.move_to_end(claimed_id)
         return kept
+
+    def shapes(self, items: tuple[ItemSpec, ...], table_id: bytes) -> npt.NDArray[np.int64]:
+        """:func:`groupio.plan.frames.shapes_of` the items of this id."""
+        found = self._shapes.get(table_id)
+        if found is None:
+            found = shapes_of(items)
+            if table_id in self._kept:
+                self._shapes[table_id] = found
+        return found
 
 
 class Flushing:
@@ -143,7 +158,8 @@ class Flushing:
             )
             self._post(ev.JobFailed(effect.group, full))
             return
-        self._jobs[effect.group][0].add_wave(
+        flush = self._jobs[effect.group][0]
+        flush.add_wave(
             effect.rank,
             effect.number,
             items,
@@ -153,6 +169,7 @@ class Flushing:
             view,
             wave.virt_lo,
             table_id=table_id,
+            shapes=self.tables.shapes(items, table_id) if flush.framed else None,
         )
 
     def _end(self, group: int, delete: bool) -> None:

@@ -13,6 +13,10 @@ from groupio.agent.workers import BOUNCE_BYTES
 from groupio.format.frames import LOCAL_HEADER
 from groupio.model import PAGE_BYTES
 
+MANY_CHUNKS = 256
+MANY_CHUNKS_BYTES = 4096
+"""So many chunks, of so few bytes on average, are handled as one where other members have them."""
+
 TASK_CHUNKS_MAX = 8192
 """More tiny chunks than this in one task would hold locks for long."""
 
@@ -41,6 +45,25 @@ def split_tasks(
         tasks.append((lo, hi))
         lo, spent = hi, int(cost[hi - 1])
     return tasks or [(0, 0)]
+
+
+def are_many(lengths: npt.NDArray[np.int64]) -> bool:
+    """Whether it takes longer to handle these chunks one by one than to hash their bytes."""
+    return len(lengths) >= MANY_CHUNKS and int(lengths.sum()) < MANY_CHUNKS_BYTES * len(lengths)
+
+
+def digest_of_all(
+    view: memoryview, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> bytes:
+    """One digest of all these ascending chunks: equal ones are the same chunks, one by one."""
+    hasher = blake3(lengths.tobytes())
+    first, end = int(starts[0]), int(starts[-1] + lengths[-1])
+    if int(lengths.sum()) == end - first:
+        hasher.update(view[first:end])
+    else:
+        ends = (starts + lengths).tolist()
+        hasher.update(b"".join([view[lo:hi] for lo, hi in zip(starts.tolist(), ends, strict=True)]))
+    return hasher.digest()
 
 
 def digest_chunks(

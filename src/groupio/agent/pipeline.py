@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from groupio.agent.flush import gather
 from groupio.agent.found import IN_NO_SEGMENT, FoundChunks, older_segment
-from groupio.agent.hashing import digest_chunks, split_tasks
+from groupio.agent.hashing import are_many, digest_chunks, digest_of_all, split_tasks
 from groupio.agent.known import KnownChunks, KnownIndex
 from groupio.agent.placing import NewChunks, find_runs
 from groupio.agent.segment_writer import Place, Segment, SegmentWriter, Tensors
@@ -31,7 +31,7 @@ from groupio.backend.base import Backend
 from groupio.errors import GroupIOError
 from groupio.format.items import encode_items, items_id
 from groupio.model import DIGEST_BYTES, DecisionKey, ItemSpec, MemberTable, NodeReport
-from groupio.plan.frames import framable
+from groupio.plan.frames import shapes_of
 from groupio.plan.layout import Layout
 
 _log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class _Member:
     layout: Layout
     refs: npt.NDArray[np.int64]
     table_id: bytes
-    framed: npt.NDArray[np.bool_] | None = None
-    """Which items get frames; None until the first new chunks are placed."""
+    shapes: npt.NDArray[np.int64] | None = None
+    """Numbers of the items' shapes, -1 for those that get no frames; None: not known yet."""
 
 
 @dataclass(slots=True)
@@ -124,11 +124,14 @@ class FlushJob:
         self._on_wave = on_wave
         self._on_done = on_done
         self._on_error = on_error
-        self._framed = framed
+        self.framed = framed
         self._writer = SegmentWriter(backend, store_id=store_id, key=key, node=node, framed=framed)
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._table = FoundChunks()
+        self._many_lock = threading.Lock()
+        self._many: dict[bytes, npt.NDArray[np.int64]] = {}
+        """The rows of many small chunks that were hashed before, by the digest of all of them."""
         self._counts = FlushCounts()
         self._outstanding = 0
         self._finishing = False
@@ -150,13 +153,15 @@ class FlushJob:
         virt_lo: int,
         *,
         table_id: bytes = b"",
+        shapes: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Take over chunks ``chunk_lo:chunk_hi`` of a member; does not wait.
 
         ``view`` is page-aligned memory that holds the virtual bytes from ``virt_lo`` on; it must
         not change until ``on_wave``, or until the job is idle after ``cancel``. ``table_id`` is
         the verified id of the encoded items, if the caller has it: it takes 4 us an item to
-        compute. A stopped job ignores the call.
+        compute; ``shapes`` is :func:`groupio.plan.frames.shapes_of` them, for a framed job. A
+        stopped job ignores the call.
         """
         starts = layout.chunk_start[chunk_lo:chunk_hi] - virt_lo
         lengths = layout.chunk_length[chunk_lo:chunk_hi]
@@ -169,7 +174,7 @@ class FlushJob:
             member = self._members.get(rank)
             if member is None:
                 refs = np.full(len(layout.chunk_start), -1, np.int64)
-                member = self._members[rank] = _Member(rank, items, layout, refs, table_id)
+                member = self._members[rank] = _Member(rank, items, layout, refs, table_id, shapes)
             self._outstanding += len(tasks)
         work = _Wave(member, wave, chunk_lo, starts, lengths, view, len(tasks))
         for lo, hi in tasks:
@@ -216,8 +221,11 @@ class FlushJob:
         if lo == hi or view is None:
             return False
         starts, lengths = wave.starts[lo:hi], wave.lengths[lo:hi]
-        digests = digest_chunks(view, starts, lengths)
-        where = self._record(_Task(wave, wave.chunk_lo + lo, starts, lengths, digests))
+        if are_many(lengths):
+            where = self._place_many(wave, view, wave.chunk_lo + lo, starts, lengths)
+        else:
+            digests = digest_chunks(view, starts, lengths)
+            where = self._record(_Task(wave, wave.chunk_lo + lo, starts, lengths, digests))
         if where is None:
             return False
         gathered = gather(view, where.placement, self._take_bounce)
@@ -227,6 +235,33 @@ class FlushJob:
         self._workers.submit_write(self._run_write)
         return True
 
+    def _place_many(
+        self,
+        wave: _Wave,
+        view: memoryview,
+        first: int,
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> Place | None:
+        """Hash and :meth:`_record` many small chunks, or find that a member had all of them.
+
+        One thread does so at a time: it has the interpreter to itself anyway, and members that
+        are alike come in one after the other.
+        """
+        with self._many_lock:
+            name = digest_of_all(view, starts, lengths)
+            rows = self._many.get(name)
+            refs = wave.member.refs[first : first + len(lengths)]
+            if rows is None:
+                digests = digest_chunks(view, starts, lengths)
+                where = self._record(_Task(wave, first, starts, lengths, digests))
+                self._many[name] = refs.copy()
+                return where
+        with self._lock:
+            refs[:] = rows
+            self._count(int(lengths.sum()), len(rows), 0, lengths[:0])
+        return None
+
     def _record(self, task: _Task) -> Place | None:
         """Enter the chunks into the table; the place of those to write, if there are any."""
         digests, lengths, member = task.digests, task.lengths, task.wave.member
@@ -234,8 +269,8 @@ class FlushJob:
         if self._known is not None and len(self._known.prefix):
             raw = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
             known = self._known.find(raw, lengths)
-        if self._framed and member.framed is None:
-            member.framed = framable(member.items)
+        if self.framed and member.shapes is None:
+            member.shapes = shapes_of(member.items)
         where: Place | None = None
         with self._lock:
             found, new_list = self._table.claim(digests)
@@ -264,11 +299,11 @@ class FlushJob:
         items = layout.chunk_item[numbers]
         first = find_runs(numbers, items)
         owners = items[first]
-        framed = np.zeros(len(first), np.bool_) if member.framed is None else member.framed[owners]
+        shapes = np.full(len(first), -1) if member.shapes is None else member.shapes[owners]
         return self._writer.append(
             [task.digests[i] for i in own.tolist()],
-            NewChunks(task.starts[own], task.lengths[own], first, framed),
-            Tensors(member.items, owners, numbers[first] - layout.item_chunk[owners]),
+            NewChunks(task.starts[own], task.lengths[own], first, shapes >= 0),
+            Tensors(member.items, owners, shapes, numbers[first] - layout.item_chunk[owners]),
         )
 
     def _count(self, total: int, chunks: int, unique: int, own: npt.NDArray[np.int64]) -> None:
@@ -341,6 +376,7 @@ class FlushJob:
         known = self._known.refs if self._known is not None else ()
         segments, chunks = self._table.finish(own, known)
         members = []
+        logical: dict[bytes, int] = {}
         for rank in sorted(self._members):
             member = self._members[rank]
             if len(member.refs) and int(member.refs.min()) < 0:
@@ -350,8 +386,11 @@ class FlushJob:
                     "again"
                 )
             table_id = member.table_id or items_id(encode_items(member.items))
-            logical = sum(item.nbytes for item in member.items)
-            members.append(MemberTable(rank, member.items, table_id, member.refs, logical))
+            if table_id not in logical:
+                logical[table_id] = sum(item.nbytes for item in member.items)
+            members.append(
+                MemberTable(rank, member.items, table_id, member.refs, logical[table_id])
+            )
         return NodeReport(self._node, segments, chunks, tuple(members))
 
     def _attempt(self, step: Callable[[], _T]) -> _T | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from groupio.errors import GroupIOError
 from groupio.format.records import segment_name
 from groupio.format.segment import SegmentHeader, encode_footer, encode_header
 from groupio.model import PAGE_BYTES, DecisionKey, ItemSpec, SegmentRef
-from groupio.plan.frames import Run, frame_table
+from groupio.plan.frames import Runs, frame_table
 
 SEGMENT_BYTES = 4 << 30
 """A segment that reaches this size is closed and another one started."""
@@ -40,19 +40,14 @@ WRITE_BYTES = 16 << 20
 class Tensors(NamedTuple):
     """What the runs of new chunks are: the chunks of ``items[owners[k]]`` from ``numbers[k]`` on.
 
-    ``owners`` and ``numbers`` int64[r] have an entry for each run, framed or not.
+    ``owners``, ``shapes`` (:func:`groupio.plan.frames.shapes_of`) and ``numbers`` int64[r] have an
+    entry for each run, framed or not.
     """
 
     items: tuple[ItemSpec, ...]
     owners: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int64]
     numbers: npt.NDArray[np.int64]
-
-
-class _FramedRuns(NamedTuple):
-    """The framed runs of one place, by row: owner, number, count of chunks, offset."""
-
-    items: tuple[ItemSpec, ...]
-    rows: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -71,15 +66,10 @@ class Segment:
     digests: list[bytes] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
     offsets: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    framed_runs: list[_FramedRuns] = field(default_factory=list)
+    framed_runs: list[Runs] = field(default_factory=list)
+    """The runs that need frames, in the order of their places."""
     framed_chunks: int = 0
     opening: threading.Lock = field(default_factory=threading.Lock)
-
-    def runs(self) -> Iterator[Run]:
-        """The runs that need frames, in the order of their places."""
-        for items, rows in self.framed_runs:
-            for owner, number, count, offset in rows.tolist():
-                yield Run(items[owner], number, count, offset)
 
 
 class Place(NamedTuple):
@@ -146,9 +136,9 @@ class SegmentWriter:
             segment.lengths.append(new.lengths)
             segment.offsets.append(offsets)
             if framed_chunks:
-                columns = (tensors.owners, tensors.numbers, counts, offsets[new.first])
-                rows = np.stack(columns, axis=1)[new.framed]
-                segment.framed_runs.append(_FramedRuns(tensors.items, rows))
+                where = (tensors.owners, tensors.shapes, tensors.numbers, counts)
+                rows = np.stack((*where, offsets[new.first]), axis=1)[new.framed]
+                segment.framed_runs.append(Runs(tensors.items, rows))
                 segment.framed_chunks += framed_chunks
         return Place(segment, start, offsets, placement)
 
@@ -212,7 +202,7 @@ class SegmentWriter:
             np.concatenate(segment.lengths),
             np.frombuffer(b"".join(segment.digests), np.uint8).reshape(-1, 32),
             segment.end,
-            frame_table(segment.runs()) if self._framed else None,
+            frame_table(segment.framed_runs) if self._framed else None,
         )
         segment.file.write_tail(segment.end, footer)
         segment.file.sync_close(segment.end + len(footer))

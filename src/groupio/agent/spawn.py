@@ -141,8 +141,15 @@ def _launch(
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, in which Python finds this very groupio from any directory."""
+    """The caller's environment, in which Python finds this very groupio from any directory.
+
+    numpy's linear algebra, which the agent never uses, would start threads for every CPU.
+    """
     ours = str(Path(groupio.__file__).resolve().parent.parent)
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     path = [ours, *(os.path.abspath(p) for p in given)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    return {
+        "OPENBLAS_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+    }

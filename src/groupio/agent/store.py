@@ -6,7 +6,9 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from groupio.agent.differing import See, check_replicas
 from groupio.agent.identity import Writer
@@ -18,7 +20,7 @@ from groupio.errors import (
     IntegrityError,
     NotFound,
 )
-from groupio.format.manifest import ManifestReader, encode_manifest
+from groupio.format.manifest import ManifestReader, PackedTables, encode_manifest
 from groupio.format.records import (
     AbortRecord,
     InflightRecord,
@@ -60,6 +62,7 @@ class JobStore:
     _complete: bool = False
     """The backend was opened to write: all its folders are there."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
+    _packed_tables: PackedTables = field(default_factory=dict)
 
     @property
     def backend(self) -> PosixBackend:
@@ -185,7 +188,7 @@ class JobStore:
         for segment in manifest.segments:
             if not segment.own:
                 self._check_segment(segment.name, segment.bytes)
-        data = encode_manifest(manifest)
+        data = encode_manifest(manifest, self._packed_tables)
         self.check_identity()
         self.backend.sync_folder("segments")
         self.backend.prepare(effect.key, data)

@@ -167,6 +167,15 @@ class Doors:
         """The bytes of one file of a door, or None when the door or the file is not there."""
         return self._in_door(name, lambda folder: _read(folder, file))
 
+    def reader(self, name: str, file: str) -> PosixReader | None:
+        """A reader of one file of a door, or None when the door or the file is not there."""
+        return self._in_door(name, lambda folder: _open(folder, file))
+
+    def unfinished(self) -> builtins.list[str]:
+        """Directories of doors that are being made, or whose makers died; a later door removes
+        those of the dead."""
+        return [name for name in self._names() if name.startswith(".")]
+
     def sizes(self, name: str) -> dict[str, int]:
         """The files of a door and their sizes in bytes; empty when there is no such door."""
 
@@ -248,9 +257,13 @@ class Doors:
                     _remove_tree(folder, name)
 
 
-def _read(folder: Folder, file: str) -> bytes:
+def _open(folder: Folder, file: str) -> PosixReader:
     fd, status = open_regular(folder, file)
-    with PosixReader(fd, status.st_size, os.path.join(folder.path, file)) as reader:
+    return PosixReader(fd, status.st_size, os.path.join(folder.path, file))
+
+
+def _read(folder: Folder, file: str) -> bytes:
+    with _open(folder, file) as reader:
         return reader.read(0, reader.size)
 
 

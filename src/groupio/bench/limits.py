@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ class Copy:
         """Seconds from a common start to the end of this rank's copy."""
         start = place.start()
         ctypes.memmove(self._warm.ctypes.data, self._source.ctypes.data, len(self._source))
+        return time.monotonic() - start
+
+    def measure_tensors(self, place: Place, sizes: Sequence[int]) -> float:
+        """The same, one memcpy for each tensor.
+
+        It takes longer where tensors are smaller than about a third of the last-level cache: only
+        larger copies write past it.
+        """
+        source, target = self._source.ctypes.data, self._warm.ctypes.data
+        at = 0
+        start = place.start()
+        for size in sizes:
+            ctypes.memmove(target + at, source + at, size)
+            at += size
         return time.monotonic() - start
 
     def measure_hash(self, place: Place) -> float:

@@ -10,7 +10,8 @@ from groupio.bench.options import SYSTEMS, TINY_TENSORS
 from groupio.bench.records import Record
 
 MEDIANS = (
-    *("stall_s", "staged_s", "remote_s", "durable_s", "door_s", "limit_stall_s", "limit_hash_s"),
+    *("stall_s", "staged_s", "remote_s", "durable_s", "door_s", "limit_stall_s"),
+    *("limit_stall_tensors_s", "limit_hash_s"),
     *("limit_durable_s", "bytes_logical", "bytes_unique", "bytes_stored", "bytes_hottest_rank"),
     *("load_s", "limit_load_s", "bytes_read", "step_s"),
 )

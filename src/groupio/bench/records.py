@@ -18,13 +18,14 @@ KEYS = (
 
 MORE_KEYS = (
     *("note", "ranks", "mb_per_rank", "conditions"),
-    *("door_s", "limit_hash_s", "limit_durable_how", "bytes_hottest_rank"),
+    *("door_s", "limit_stall_tensors_s", "limit_hash_s", "limit_durable_how", "bytes_hottest_rank"),
 )
 LOAD_KEYS = ("load_s", "limit_load_s", "bytes_read", "cold", "load_ranks")
 STEP_KEYS = ("step_s",)
 
 _SLOWEST = (
-    *("stall_s", "staged_s", "remote_s", "durable_s", "door_s", "limit_stall_s", "limit_hash_s"),
+    *("stall_s", "staged_s", "remote_s", "durable_s", "door_s", "limit_stall_s"),
+    *("limit_stall_tensors_s", "limit_hash_s"),
     *("load_s", "limit_load_s", "step_s"),
 )
 """The maximum over the ranks."""

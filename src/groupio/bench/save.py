@@ -31,6 +31,7 @@ def save_all(options: Options, place: Place, news: News) -> None:
     """Measure every system in every epoch, then load from each and compare."""
     state = State(Content(options), place.rank)
     systems = open_all(options, place)
+    looked = {name: system.look(state) for name, system in systems.items()}
     copy = Copy(state.region)
     raw = RawWrite(Path(options.folder), options.bytes_unique) if place.rank == 0 else None
     for epoch in range(1, options.epochs + 1):
@@ -40,6 +41,8 @@ def save_all(options: Options, place: Place, news: News) -> None:
             if place.rank == 0:
                 news.tell("begins", system=name, epoch=epoch)
             row = _measure(options, place, systems[name], state, copy, epoch)
+            if epoch == 1 and looked[name]:
+                row["note"] = "; ".join(filter(None, (row["note"], looked[name])))
             news.tell("saved", system=name, epoch=epoch, **limits, **row)
             if place.rank == 0 and epoch > 1:
                 systems[name].forget(epoch - 1)
@@ -71,6 +74,9 @@ def _limits_of_epoch(
         found |= {"limit_durable_s": seconds, "limit_durable_how": how}
     place.barrier()
     copy.measure(place)
+    found["limit_stall_tensors_s"] = copy.measure_tensors(
+        place, [slot.nbytes for slot in state.content.slots]
+    )
     return found | {"limit_hash_s": copy.measure_hash(place)}
 
 

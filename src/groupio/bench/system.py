@@ -46,6 +46,10 @@ class System(ABC):
         """Where ``epoch`` is, for systems that give each one a directory."""
         return self.folder / f"epoch-{epoch}"
 
+    def look(self, state: State) -> str:
+        """Do untimed what a training script does before it trains; a note of the first epoch."""
+        return ""
+
     @abstractmethod
     def save(self, state: State, epoch: int) -> Moments:
         """Save and return when the system says that it is done."""

@@ -13,6 +13,12 @@ from groupio.bench.place import Place
 from groupio.bench.state import State
 from groupio.bench.system import Moments, System
 from groupio.client.handle import SaveHandle
+from groupio.errors import NotFound
+
+LOOKED = (
+    "the job looked for a checkpoint before its first save, untimed, which started the agent and "
+    "let it prepare memory"
+)
 
 
 class WithDoor(System):
@@ -28,6 +34,15 @@ class WithDoor(System):
 
     def _own_agent(self) -> None:
         os.environ["GROUPIO_RUNTIME_DIR"] = self._runtime
+
+    def look(self, state: State) -> str:
+        """Look for a checkpoint to go on from; there is none."""
+        self._own_agent()
+        try:
+            groupio.torch.load(state.state_dict, self._store)
+        except NotFound:
+            return LOOKED
+        raise AssertionError(f"{self._store} is not new")
 
     def begin(self, state: State, epoch: int) -> SaveHandle:
         """Return when the tensors may be overwritten."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.cli.output import CommandError
+from groupio.client.store_reader import check_is_store
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
@@ -57,7 +58,8 @@ class Catalog:
     def find(self, epoch: str, lineage: int | None = None) -> DecisionKey:
         """The commit of ``epoch`` ("latest" or a number), of the current line or ``lineage``.
 
-        CommandError for what is no epoch, NotFound for one that is not committed.
+        CommandError for what is no epoch, NotFound for one that is not committed, the error of
+        its record when that cannot be read.
         """
         visible = self.visible
         if epoch == "latest":
@@ -76,6 +78,10 @@ class Catalog:
         ]
         if abandoned:
             return max(abandoned)
+        for bad in self.unreadable:
+            key = bad.key
+            if key is not None and key.epoch == number and lineage in (None, key.lineage):
+                raise bad.error
         raise NotFound(f"epoch {number} is not committed in this store; {self._offer()}")
 
     def _offer(self) -> str:
@@ -88,10 +94,11 @@ class Catalog:
 
 @contextmanager
 def open_store(store: str) -> Iterator[PosixBackend]:
-    """The store for reading; NotFound when there is none at that path."""
+    """The store for reading; NotFound when there is none at that path, InvalidInput when a
+    checkpoint of torch is."""
     backend = PosixBackend.open(store, create=False)
     try:
-        backend.store_record()
+        check_is_store(backend)
         yield backend
     finally:
         backend.close()

@@ -13,6 +13,7 @@ import numpy as np
 from groupio.backend.base import EPOCHS, INFLIGHT, PREPARED, SEGMENTS
 from groupio.backend.posix import PosixBackend
 from groupio.cli.catalog import Catalog, Unreadable, open_manifest, read_catalog
+from groupio.door.check import check_door
 from groupio.errors import (
     FormatError,
     GroupIOError,
@@ -41,7 +42,7 @@ class Damage:
     """One thing that is wrong.
 
     ``kind`` is "missing", "unreadable", "truncated", "swapped", "corrupt" or "inconsistent";
-    ``epochs`` are the committed epochs that it hurts.
+    ``epochs`` are the committed epochs that it hurts: none for damage of a door.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class Inspection:
     epochs_checked: tuple[int, ...] = ()
     segments_checked: int = 0
     chunks_checked: int = 0
+    doors_checked: int = 0
     bytes_read: int = 0
     """Bytes of data whose digests were compared; 0 unless data was read."""
 
@@ -110,6 +112,7 @@ class Inspector:
         result.epochs_checked = tuple(sorted({key.epoch for key in self._manifests}))
         if self._only is None:
             result.leftovers = self._leftovers()
+        self._doors(result, read_data, progress)
         self._found += map(self._of_violation, self._violations(result.store))
         result.damage = _joined(self._found)
         return result
@@ -232,6 +235,54 @@ class Inspector:
         if chunk is not None:
             epochs = {key.epoch for key, m in self._manifests.items() if _has_chunk(m, chunk)}
         self._found.append(Damage(kind, path, detail, chunk, tuple(sorted(epochs))))
+
+    # -- doors ---------------------------------------------------------------------------------
+
+    def _doors(self, result: Inspection, read_data: bool, progress: Progress | None) -> None:
+        """Damage of a door is that of the door alone; those of the dead are leftovers."""
+
+        def count(read: int) -> None:
+            result.bytes_read += read
+            if progress is not None:
+                progress(read)
+
+        with self._backend.doors() as doors:
+            try:
+                names = doors.list()
+                unfinished = doors.unfinished() if self._only is None else []
+            except StorageError as error:
+                self._found.append(Damage("unreadable", doors.path, error.message))
+                return
+            for name in unfinished:
+                detail = "a door that was not finished; a later one removes it"
+                result.leftovers.append(Leftover("garbage", f"{doors.path}/{name}", detail))
+            shown, unreadable = self._shown(), {bad.key for bad in self._catalog.unreadable}
+            for name in names:
+                path, number = f"{doors.path}/{name}", int(name) if name.isdecimal() else -1
+                key = shown.get(number)
+                if self._only is not None:
+                    if key != self._only:
+                        continue
+                elif str(number) != name:
+                    result.leftovers.append(Leftover("garbage", path, STRANGER))
+                    continue
+                elif key is None and all(bad is None or bad.epoch != number for bad in unreadable):
+                    detail = f"epoch {name} is not committed, so this door leads nowhere: remove it"
+                    self._found.append(Damage("inconsistent", path, detail))
+                    continue
+                header = None if key is None else self._catalog.committed.get(key)
+                result.doors_checked += 1
+                for flaw in check_door(doors, name, header, read_data=read_data, progress=count):
+                    detail = (
+                        f"{flaw.detail}; only the door is hurt, make it anew with: groupio export "
+                        f"{self._backend.path} --dcp --epoch {name}"
+                    )
+                    self._found.append(Damage(flaw.kind, flaw.path, detail))
+
+    def _shown(self) -> dict[int, DecisionKey]:
+        """The commit that the door of an epoch's number shows: that of the line, else the newest
+        that a rewind abandoned."""
+        return {key.epoch: key for key in sorted(self._catalog.committed)} | self._catalog.visible
 
     # -- the whole -----------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from groupio.cli.output import (
 )
 from groupio.cli.show import LineageOption
 from groupio.cli.status import ranks as number_list
-from groupio.errors import NotFound
+from groupio.errors import FormatError, IntegrityError, NotFound, StorageError
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
     lineage: LineageOption = None,
     as_json: JsonFlag = False,
 ) -> int:
-    """Check a store: all records and indexes, and with --read-data every stored byte.
+    """Check a store: all records, indexes and doors, and with --read-data every stored byte.
 
     Exit code 1 when something is damaged; each damage is located by path and chunk. What is
     undecided or garbage is listed, and is no damage.
@@ -55,7 +55,7 @@ def verify(
             catalog = read_catalog(backend)
             try:
                 only = catalog.find(epoch, lineage)
-            except NotFound:
+            except (NotFound, FormatError, IntegrityError, StorageError):
                 # A damaged record is no committed epoch; say what is wrong with it.
                 keys = [bad.key for bad in catalog.unreadable if bad.key is not None]
                 only = max((k for k in keys if str(k.epoch) == epoch), default=None)
@@ -101,6 +101,7 @@ def _document(found: Inspection, path: str, read_data: bool) -> dict[str, Any]:
         "epochs": list(found.epochs_checked),
         "segments": found.segments_checked,
         "chunks": found.chunks_checked,
+        "doors": found.doors_checked,
         "bytes_read": found.bytes_read,
         "damage": [asdict(damage) for damage in found.damage],
         "leftovers": [asdict(leftover) for leftover in found.leftovers],
@@ -116,9 +117,10 @@ def _print(found: Inspection, read_data: bool) -> None:
         out.print(f"[yellow]{leftover.state}[/] {text(leftover.path)}")
         out.print(f"    {text(leftover.detail)}")
     extent = f"all {size(found.bytes_read)} of data" if read_data else "structure only"
+    doors = f" and {found.doors_checked} doors" if found.doors_checked else ""
     out.print(
         f"{len(found.epochs_checked)} epochs, {found.segments_checked} segments, "
-        f"{found.chunks_checked} chunks checked ({extent})"
+        f"{found.chunks_checked} chunks{doors} checked ({extent})"
     )
     if found.damage:
         out.print(f"[red]{len(found.damage)} damaged[/]")

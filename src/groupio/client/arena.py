@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 
 from groupio.agent.arena import map_shared, prefault
 from groupio.errors import AgentLost, StagingFull
@@ -71,7 +72,7 @@ class ClientArena:
         """Map a range and fill its page table ahead of time; for a background thread."""
         lease, _ = self._lease(offset, length)
         with lease.ready:
-            _populate(lease)
+            _populate(lease, lambda: self._fd < 0)
 
     def _lease(self, offset: int, length: int) -> tuple[Lease, bool]:
         with self._lock:
@@ -117,9 +118,11 @@ class ClientArena:
             self._fd = -1
 
 
-def _populate(lease: Lease) -> None:
+def _populate(lease: Lease, should_stop: Callable[[], bool] = lambda: False) -> None:
     try:
         for start in range(0, lease.size, _SLICE_BYTES):
+            if should_stop():
+                return
             prefault(lease.mapped, start, min(_SLICE_BYTES, lease.size - start))
     except OSError as error:
         if error.errno not in (errno.ENOMEM, errno.EFAULT):

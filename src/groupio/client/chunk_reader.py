@@ -15,6 +15,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from groupio.backend.base import Backend, RandomReader
+from groupio.client.collection import collection_paused
 from groupio.errors import IntegrityError, StorageError
 from groupio.model import CHUNK_BYTES, ChunkTable, SegmentRef
 
@@ -113,7 +114,8 @@ def read_chunks(
     ``deadline`` is a reading of ``time.monotonic``; StorageError (ETIMEDOUT) after it, when
     threads may still be writing to the views. Other StorageErrors as they come.
     """
-    jobs = list(jobs_of(table, wants))
+    with collection_paused():
+        jobs = list(jobs_of(table, wants))
     opened = OpenSegments(backend, segments, [job.segment for job in jobs])
     shared = _Shared(iter(jobs), opened, deadline)
     shared.jobs_left = len(jobs)

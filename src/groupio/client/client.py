@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from groupio.client import arguments, launch
-from groupio.client.address import store_address
+from groupio.client.address import recorded_job, store_address
+from groupio.client.again import Again
 from groupio.client.connection import Connection
 from groupio.client.handle import SaveHandle, as_level, unreachable
 from groupio.errors import (
@@ -51,8 +52,9 @@ def connect(
 ) -> Client:
     """A client of this rank for ``store``, a path or ``file://`` URL.
 
-    ``job`` defaults to the last part of the store; ``rank`` and ``world_size`` to those of the
-    launcher (torchrun, Slurm, Open MPI), else 0 of 1; ``settings`` to ``Settings.from_env()``.
+    ``job`` defaults to the one that the store belongs to, of a new store to the last part of its
+    address; ``rank`` and ``world_size`` to those of the launcher (torchrun, Slurm, Open MPI), else
+    0 of 1; ``settings`` to ``Settings.from_env()``.
     ``rewind_to=E`` abandons the epochs after E: ``load`` sees the line up to E, and the first
     save starts a new line there. Starts the node's agent if none runs. The store need not exist:
     the first save creates it. When no agent can be had the store can still be read, and saves
@@ -60,6 +62,27 @@ def connect(
 
     InvalidInput for a wrong argument, StorageError (ENOTDIR) when the store is a file.
     """
+    client = unconnected(store, job, rank, world_size, controller, rewind_to, settings)
+    try:
+        client._connected()
+    except InvalidInput:
+        client.close()
+        raise
+    except GroupIOError as error:
+        log.warning("%s can be read only: %s", client.store, error.message)
+    return client
+
+
+def unconnected(
+    store: str | os.PathLike[str],
+    job: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    controller: str | None = None,
+    rewind_to: int | None = None,
+    settings: Settings | None = None,
+) -> Client:
+    """As :func:`connect`, but the connection is made by the first call that needs it."""
     chosen = Settings.from_env() if settings is None else settings
     if not isinstance(chosen, Settings):
         raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
@@ -73,15 +96,8 @@ def connect(
         raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
     place = launch.find_place(rank, world_size, os.environ)
     rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
-    client = Client(path, job or os.path.basename(path) or "root", place, rewind, chosen)
-    try:
-        client._connected()
-    except InvalidInput:
-        client.close()
-        raise
-    except GroupIOError as error:
-        log.warning("%s can be read only: %s", path, error.message)
-    return client
+    name = job or recorded_job(path) or os.path.basename(path) or "root"
+    return Client(path, name, place, rewind, chosen)
 
 
 class Client:
@@ -109,6 +125,7 @@ class Client:
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False
+        self._again = Again(self._connected, others=self.world_size > 1)
         self._connecting = threading.Lock()
         self._connections: list[Connection] = []
         self._packer: Packer | None = None
@@ -422,7 +439,7 @@ class Client:
             if self._connections and self._connections[-1].is_usable:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
-            connection = Connection.open(self.settings, self._hello, limit)
+            connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
             return connection
         finally:
@@ -441,6 +458,7 @@ class Client:
             launch_id=self._launch_id,
             file_mode=self.settings.file_mode,
             replicas=self.settings.replicas,
+            gave_up=self._again.epochs,
         )
 
     def _check_usable(self, what: str) -> None:

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from groupio import wire
@@ -39,8 +39,14 @@ _SEND_S = 60.0
 class Connection:
     """A connection over which this client was welcomed. Thread-safe."""
 
-    def __init__(self, channel: wire.Channel, welcome: msg.Welcome) -> None:
+    def __init__(
+        self,
+        channel: wire.Channel,
+        welcome: msg.Welcome,
+        on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
+    ) -> None:
         self.welcome = welcome
+        self._on_lost = on_lost
         self._channel = channel
         self._lock = threading.Lock()
         self._saves: dict[int, Save] = {}
@@ -53,10 +59,16 @@ class Connection:
 
     @classmethod
     def open(
-        cls, settings: Settings, hello: Callable[[], msg.Hello], timeout_s: float
+        cls,
+        settings: Settings,
+        hello: Callable[[], msg.Hello],
+        timeout_s: float,
+        on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
     ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
+        ``on_lost`` is told of epochs that this agent will not save for this member, before their
+        handles are: their calls had not returned, so that other members may not have called yet.
         AgentLost when there is none to be had; the agent's own typed error when it refuses.
         """
         deadline = time.monotonic() + timeout_s
@@ -77,7 +89,7 @@ class Connection:
             raise _unreachable(settings, f"answered with {type(answer).__name__}")
         for note in answer.notes:
             log.info("%s", note)
-        connection = cls(channel, answer)
+        connection = cls(channel, answer, on_lost)
         connection._thread.start()
         return connection
 
@@ -239,6 +251,8 @@ class Connection:
         if error.get("kind") == AgentLost.__name__:
             # It ends soon and says so: the next call has to find, or start, its successor.
             self._is_draining = True
+            if save is not None:
+                self._on_lost([save.handle.epoch])
         if save is None:
             self.send(msg.Released(save_id))
         else:
@@ -261,6 +275,7 @@ class Connection:
                 continue
             try:
                 arena.prepare(order.offset, order.length)
+                self.send(msg.Mapped(order.offset, order.length))
             except (GroupIOError, OSError) as error:
                 # Only an advance: the save itself maps again and says what is wrong.
                 log.info("mapping %d bytes ahead of time failed: %s", order.length, error)
@@ -280,6 +295,9 @@ class Connection:
             self._saves, arena, self._arena = {}, self._arena, None
             standby = self._standby
         self._channel.close()
+        blocked = [save.handle.epoch for save in saves if not save.handle._is_released()]
+        if blocked and own is None:
+            self._on_lost(blocked)
         for save in saves:
             save.lost(own if own is not None else _again(self._lost))
         for waiting in settles:

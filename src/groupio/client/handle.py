@@ -284,6 +284,11 @@ class SaveHandle:
         with self._condition:
             return self._door_pending
 
+    def _is_released(self) -> bool:
+        """The call that saves returned, or will without further news."""
+        with self._condition:
+            return self._error is not None or Level.RELEASED in self._reached
+
     def _is_over(self) -> bool:
         with self._condition:
             return self._error is not None or Level.DURABLE in self._reached

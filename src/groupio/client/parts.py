@@ -6,7 +6,7 @@ even decoded. Members with equal item tables are looked at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -77,10 +77,29 @@ class _Table:
         self.members: dict[int, MemberTable] = {}
         self.equal: npt.NDArray[np.bool_] | None = None
         """Per chunk: whether all the members have the same one."""
+        self._like: dict[int, ItemSpec] = {}
 
-    def saved(self, row: int) -> Saved:
-        """The item of the preferred member."""
-        return Saved(self.columns.spec(row, int(self.starts[row])), row, self.ranks[0])
+    def saved(self, row: int, kind: int = -1) -> Saved:
+        """The item of the preferred member; items of one ``kind`` differ in their names only."""
+        like = self._like.get(kind)
+        if like is None:
+            spec = self.columns.spec(row, int(self.starts[row]))
+            if kind >= 0:
+                self._like[kind] = spec
+        else:
+            spec = ItemSpec(
+                self.columns.names[row],
+                like.kind,
+                like.dtype,
+                like.shape,
+                like.global_shape,
+                like.offsets,
+                like.nbytes,
+                like.replicated,
+                like.origin,
+                like.alias,
+            )
+        return Saved(spec, row, self.ranks[0])
 
 
 class _Group:
@@ -89,23 +108,56 @@ class _Group:
     def __init__(self, by_owner: dict[str, list[int]]) -> None:
         self.by_owner = by_owner
         self.tables: list[_Table] = []
+        self._having: dict[tuple[int, object], list[_Table]] = {}
 
-    @cached_property
-    def _corners(self) -> npt.NDArray[np.int64]:
-        return np.stack([table.columns.offsets for table in self.tables])
-
-    @cached_property
-    def _ends(self) -> npt.NDArray[np.int64]:
-        return self._corners + np.stack([table.columns.shape for table in self.tables])
-
-    def having(self, row: int, boxes: Sequence[Box] | None) -> Iterable[_Table]:
+    def having(self, row: int, boxes: Sequence[Box] | None) -> list[_Table]:
         """The tables whose item ``row`` has elements of one of the boxes (None: all tables)."""
         if boxes is None or len(self.tables) < _FEW:
             return self.tables
+        key = self.kinds[row], tuple(boxes)
+        found = self._having.get(key)
+        if found is None:
+            found = self._having[key] = self._look(row, boxes)
+        return found
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Per item a number: items of one number are alike in all tables, but for their names.
+
+        Layer after layer has the same shapes, so there are few numbers.
+        """
+        names = self.tables[0].columns.names
+        known: dict[bytes, int] = {}
+        # In blocks, so that the keys of many tables never stand in memory together.
+        return [
+            known.setdefault(key, len(known))
+            for lo in range(0, len(names), _KEYS)
+            for key in self._keys(lo, min(lo + _KEYS, len(names)))
+        ]
+
+    def _keys(self, lo: int, hi: int) -> Iterator[bytes]:
+        """What the items from ``lo`` to ``hi`` are in all tables, their names left out."""
+        first = self.tables[0]
+        ends = first.starts[lo:hi] + first.columns.ndim[lo:hi]
+        flat_lo, flat_hi = (int(first.starts[lo]), int(ends[-1]))
+        scalars = [getattr(first.columns, name) for name in _ALIKE if name != "global_shape"]
+        dims = [first.columns.global_shape]
+        for table in self.tables:
+            scalars += [table.columns.nbytes, table.columns.alias]
+            dims += [table.columns.offsets, table.columns.shape]
+        items = np.stack([column[lo:hi].astype(np.int64) for column in scalars], axis=1)
+        flat = np.stack([column[flat_lo:flat_hi] for column in dims], axis=1)
+        at = 0
+        for item, end in zip(items, (ends - flat_lo).tolist(), strict=True):
+            yield item.tobytes() + flat[at:end].tobytes()
+            at = end
+
+    def _look(self, row: int, boxes: Sequence[Box]) -> list[_Table]:
         first = self.tables[0]
         at = int(first.starts[row])
         dims = slice(at, at + int(first.columns.ndim[row]))
-        corners, ends = self._corners[:, dims], self._ends[:, dims]
+        corners = np.stack([table.columns.offsets[dims] for table in self.tables])
+        ends = corners + np.stack([table.columns.shape[dims] for table in self.tables])
         found = np.zeros(len(self.tables), np.bool_)
         for box in boxes:
             lo = np.array(box.offsets, np.int64)
@@ -113,6 +165,14 @@ class _Group:
             # An empty item is said to have what lies around it, which does no harm.
             found |= ((corners < hi) & (ends > lo)).all(axis=1)
         return [self.tables[i] for i in np.flatnonzero(found).tolist()]
+
+
+class _Place(NamedTuple):
+    """Where the chunks of a member's items are in ``refs``: of each from ``first`` to ``ends``."""
+
+    refs: Rows
+    first: list[int]
+    ends: list[int]
 
 
 class Catalogue:
@@ -126,6 +186,7 @@ class Catalogue:
         self.rank = rank
         self._tables: dict[int, _Table] = {}
         self._owners: dict[int, dict[str, list[int]]] = {}
+        self._places: dict[int, _Place] = {}
 
     @cached_property
     def has_own(self) -> bool:
@@ -161,11 +222,11 @@ class Catalogue:
         """See :class:`Parts`."""
         if not self.has_own:
             return ()
-        table = self._own
-        return [
-            table.saved(row)._replace(rank=self.rank)
-            for row in self._by_owner(table.columns).get(name, ())
-        ]
+        rows = self._own_rows.get(name)
+        if rows is None:
+            return ()
+        items, rank = self._own_items, self.rank
+        return [Saved(items[row], row, rank) for row in rows]
 
     def everyone(self, name: str, boxes: Sequence[Box] | None = None) -> Found:
         """See :class:`Parts`.
@@ -179,7 +240,8 @@ class Catalogue:
         differs = False
         for group in self._groups:
             for row in group.by_owner.get(name, ()):
-                one = group.tables[0].saved(row)
+                alike = group.kinds[row] if len(group.tables) >= _FEW else -1
+                one = group.tables[0].saved(row, alike)
                 kind = _kind_of(one.spec)
                 like = like or kind
                 if kind != like:
@@ -189,7 +251,7 @@ class Catalogue:
                 tensor = one.spec.kind is ItemKind.TENSOR
                 tables = group.having(row, boxes if tensor else None)
                 for table in tables:
-                    saved = table.saved(row)
+                    saved = table.saved(row, alike)
                     known = first.setdefault(saved.box if tensor else None, saved)
                     if known.rank != self.rank and not known.spec.replicated:
                         same = self._same_in(table, row) and self._same(known, saved)
@@ -201,10 +263,13 @@ class Catalogue:
 
     def rows(self, saved: Saved) -> Rows:
         """See :class:`Parts`."""
-        table = self._table(saved.rank)
-        member, layout = self._laid_out(table, saved.rank)
-        rows: Rows = member.refs[slice(*layout.chunk_range(saved.row))]
-        return rows
+        place = self._places.get(saved.rank)
+        if place is None:
+            member, layout = self._laid_out(self._table(saved.rank), saved.rank)
+            first = layout.item_chunk.tolist()
+            ends = (layout.item_chunk + layout.item_chunks).tolist()
+            place = self._places[saved.rank] = _Place(member.refs, first, ends)
+        return place.refs[place.first[saved.row] : place.ends[saved.row]]
 
     def _same(self, one: Saved, other: Saved) -> bool:
         return one == other or (
@@ -239,8 +304,12 @@ class Catalogue:
         return member, table.layout
 
     @cached_property
-    def _own(self) -> _Table:
-        return self._table(self.rank)
+    def _own_rows(self) -> dict[str, list[int]]:
+        return self._by_owner(self._manifest.columns(self.rank))
+
+    @cached_property
+    def _own_items(self) -> Sequence[ItemSpec]:
+        return self._laid_out(self._table(self.rank), self.rank)[0].items
 
     def _table(self, rank: int) -> _Table:
         # The reader gives all members of one table the same columns.
@@ -287,6 +356,9 @@ class Catalogue:
 
 _FEW = 8
 """With fewer tables than this it is not worth while to look which ones have a box."""
+
+_KEYS = 4096
+"""So many items are compared at a time."""
 
 _ALIKE = ("kind", "dtype", "origin", "ndim", "global_shape", "replicated")
 

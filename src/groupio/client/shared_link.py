@@ -45,6 +45,23 @@ class Link:
         self.me = me
         self.channels = channels
 
+    def confirm(self, timeout_s: float) -> None:
+        """Make sure that every rank of the host has its link: the hub says so once it has all.
+
+        LinkFailed on a rank that does not hear it in time; the others then find the link closed.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            for channel in self.channels.values():
+                left = max(deadline - time.monotonic(), 0.01)
+                if self.me == 0:
+                    channel.send(Hello(0, ""), timeout_s=left)
+                elif not isinstance(channel.recv(left).message, Hello):
+                    raise OSError("the lowest rank said something else")
+        except (OSError, TimeoutError, ChannelClosed) as error:
+            self.close()
+            raise LinkFailed(f"{type(error).__name__}: {error}") from error
+
     def close(self) -> None:
         """Hang up; the others see it at once."""
         for channel in self.channels.values():

@@ -12,7 +12,10 @@ import msgspec
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """The first word of a rank to the hub; ``token`` is what the hub told all ranks of the job."""
+    """The first word of a rank to the hub; ``token`` is what the hub told all ranks of the job.
+
+    Also the hub's answer, without a token, where the ranks make sure that all have come.
+    """
 
     rank: int
     token: str

@@ -22,6 +22,7 @@ from groupio.client.chunk_reader import (
     jobs_of,
     place,
 )
+from groupio.client.collection import collection_paused
 from groupio.client.shared_window import Places, Window
 from groupio.model import ChunkTable, SegmentRef
 from groupio.plan.sharing import Sharing
@@ -92,7 +93,8 @@ class Work:
         self._filled: deque[Filled] = deque()
         self._expected = [int(share.wanters[me].sum()) for share in sharing.shares]
         self._expected[me] = 0
-        self._alone = deque(jobs_of(source.table, _alone(wants, sharing)))
+        with collection_paused():
+            self._alone = deque(jobs_of(source.table, _alone(wants, sharing)))
         uses = [job.segment for job in self._alone]
         for batch in range(self._mine.batches):
             uses += self._segments_of(batch)

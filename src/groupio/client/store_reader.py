@@ -16,6 +16,7 @@ import numpy as np
 from groupio.backend.base import EPOCHS, LINEAGES, Backend
 from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
+from groupio.client.address import refuse_checkpoint
 from groupio.client.chunk_reader import Wants, damage, default_threads, read_chunks
 from groupio.client.destinations import destinations
 from groupio.errors import (
@@ -83,11 +84,11 @@ class StoreReader:
         """Open the store at a path or ``file://`` URL.
 
         NotFound when there is none, StorageError when it cannot be read, InvalidInput when the
-        address is of no supported kind.
+        address is of no supported kind, or a checkpoint of torch is there.
         """
         backend = PosixBackend.open(store, create=False)
         try:
-            backend.store_record()
+            check_is_store(backend)
         except BaseException:
             backend.close()
             raise
@@ -298,6 +299,15 @@ class StoreReader:
         name = manifest.segments[int(table.segments[row])].name
         path = f"{self.path}/segments/{name}"
         return damage(path, bad[0], len(bad), manifest.header.epoch)
+
+
+def check_is_store(backend: PosixBackend) -> None:
+    """NotFound when there is no store; InvalidInput when a checkpoint of torch is there."""
+    try:
+        backend.store_record()
+    except (NotFound, FormatError, IntegrityError):
+        refuse_checkpoint(backend.path)
+        raise
 
 
 def member_layout(manifest: ManifestReader, member: MemberTable) -> Layout:

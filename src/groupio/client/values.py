@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from groupio.client.arguments import check_patterns
 from groupio.client.sources import Blob, Flat, Source, Strided, Tensor
@@ -52,11 +53,15 @@ class Encoded:
 class Prepared:
     """Items ready to be saved: ``sources[i]`` gives the bytes of ``specs[i]``.
 
-    A source is None where there is nothing to copy: the item is empty or an alias.
+    A source is None where there is nothing to copy (the item is empty or an alias), and where
+    ``pointers[i]`` is not 0: the bytes start at this address then. ``pointers`` None: all are 0.
+    ``keep`` keeps that memory alive.
     """
 
     specs: tuple[ItemSpec, ...]
     sources: tuple[Source | None, ...]
+    pointers: npt.NDArray[np.int64] | None = None
+    keep: Sequence[object] = ()
 
     @property
     def bytes_logical(self) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from groupio.client.chunk_reader import Wants
 from groupio.model import ItemSpec
 from groupio.plan.chunks import chunk_grid
-from groupio.plan.read import Box, box_of, overlap
+from groupio.plan.read import Box, overlap
 
 Rows = npt.NDArray[np.int64]
 """The rows in the manifest's table of an item's chunks, in the order of the item's bytes."""
@@ -50,10 +50,10 @@ class Collector:
         The array may have any strides; its elements are as large as the item's and are filled bit
         for bit, whatever dtype they have.
         """
-        words = _words(array)
-        if box == box_of(spec) and words.flags.c_contiguous:
-            self.add_whole(spec, rows, flat_bytes(words))
+        if (spec.offsets, spec.shape) == box and array.flags.c_contiguous:
+            self.add_whole(spec, rows, flat_bytes(array))
             return
+        words = _words(array)
         found = overlap(spec, box)
         columns = zip(
             rows[found.chunks].tolist(),

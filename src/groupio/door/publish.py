@@ -19,7 +19,7 @@ from groupio.client.store_reader import StoreReader
 from groupio.door.contents import Contents, Shown, read_contents
 from groupio.door.pieces import Finder, Piece
 from groupio.door.side import Copies, Place, write_values
-from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound
+from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.dcp_metadata import METADATA_NAME, TensorEntry, ValueEntry, encode_metadata
 from groupio.format.frames import Frames
 from groupio.format.manifest import ManifestReader
@@ -106,22 +106,34 @@ def make_door(
 
 
 def ensure_door(
-    store: str, epoch: int | None, *, pause: Callable[[], None] = lambda: None
+    store: str,
+    epoch: int | None,
+    *,
+    wanted: bool = False,
+    pause: Callable[[], None] = lambda: None,
 ) -> Door | None:
     """Make the door of ``epoch`` unless it is there; None when there was nothing to do.
 
-    With ``epoch`` None: of the newest epoch of the line, if that was saved with a door. Errors as
-    :func:`make_door`; NotFound when a numbered epoch is not committed.
+    With ``epoch`` None: of the newest epoch of the line. Not ``wanted``: only if the epoch was
+    saved with a door. Where no door is to be made, or it could
+    not be, that of another write of the epoch, which a rewind abandoned, is removed: torch would
+    read the wrong bytes there. Errors as :func:`make_door`; NotFound when a numbered epoch is not
+    committed.
     """
     try:
         with StoreReader.open(store) as reader:
             manifest = reader.resolve("latest" if epoch is None else epoch)
-            if epoch is None and manifest.header.door != DCP:
-                return None
             with reader.backend.doors() as doors:
                 if has_door(doors, manifest.header):
                     return None
-            return make_door(reader, manifest, pause=pause)
+                if manifest.header.door != DCP and not wanted:
+                    remove_other(doors, manifest.header)
+                    return None
+                try:
+                    return make_door(reader, manifest, pause=pause)
+                except GroupIOError:
+                    remove_other(doors, manifest.header)
+                    raise
     except NotFound:
         if epoch is None:
             return None
@@ -147,6 +159,18 @@ def has_door(doors: Doors, header: EpochHeader) -> bool:
         )
     except (ValueError, KeyError, TypeError, AttributeError, GroupIOError):
         return False  # something else than a door of ours
+
+
+def remove_other(doors: Doors, header: EpochHeader) -> None:
+    """Remove the door with the epoch's number if it is that of another write of the epoch."""
+    name = str(header.epoch)
+    try:
+        raw = doors.read(name, RECORD)
+        other = raw is not None and json.loads(raw)["write_id"] != header.write_id
+    except (ValueError, KeyError, TypeError, StorageError):
+        return  # something else than a door of ours
+    if other:
+        doors.remove(name)
 
 
 def _write_rest(

@@ -293,6 +293,10 @@ class _Reader:
         return data
 
     def number(self) -> int:
+        at = self.at
+        if at < len(self.data) and self.data[at] < 0x80:
+            self.at = at + 1
+            return self.data[at]
         result = 0
         for shift in range(0, 63, 7):
             byte = self.take(1)[0]
@@ -321,6 +325,8 @@ class _Reader:
         if depth > PLAIN_DEPTH_MAX:
             raise self.error(f"it is nested deeper than {PLAIN_DEPTH_MAX}")
         tag = self.take(1)
+        if tag == b"s":  # by far the most
+            return self.text()
         match tag:
             case b"N":
                 return None
@@ -332,8 +338,8 @@ class _Reader:
                 return _DOUBLE.unpack(self.take(8))[0]
             case b"c":
                 return complex(*_COMPLEX.unpack(self.take(16)))
-            case b"s" | b"u":
-                return self.text() if tag == b"s" else np.str_(self.text())
+            case b"u":
+                return np.str_(self.text())
             case b"b" | b"v":
                 return self.sized() if tag == b"b" else np.bytes_(self.sized())
             case b"l" | b"t":

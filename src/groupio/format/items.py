@@ -422,7 +422,7 @@ def _check_aliases(names: Sequence[str], columns: _Columns) -> None:
 def _check_sizes(names: Sequence[str], words: list[str], columns: _Columns) -> None:
     tensor = columns.kind == _KIND_CODES[ItemKind.TENSOR]
     item_sizes = np.ones(len(words), np.int64)
-    for word in np.unique(columns.dtype[tensor]).tolist():
+    for word in sorted(set(columns.dtype[tensor].tolist())):
         dtype = find_dtype(words[word])
         if dtype is None:
             raise _UnknownDtype(

@@ -124,19 +124,25 @@ class _SegmentRow(msgspec.Struct, array_like=True, frozen=True):
     age: Annotated[int, Meta(ge=0, le=AGE_MAX)]
 
 
+PackedTables = dict[bytes, tuple[Section, bytes]]
+"""Item tables as they are stored, by their ids."""
+
 _SegmentRows = Annotated[tuple[_SegmentRow, ...], Meta(max_length=SEGMENTS_MAX)]
 _BlockRows = Annotated[tuple[Section, ...], Meta(max_length=2 * WORLD_SIZE_MAX)]
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest, packed_tables: PackedTables | None = None) -> bytes:
     """``manifest`` as the bytes of a file; the same manifest gives the same bytes.
 
+    ``packed_tables`` has what an earlier call made of item tables, by their ids, and afterwards
+    has the ones of this manifest: a job's epochs repeat them.
     InvalidInput when something in it is out of range or contradicts itself, so that a reader
     would refuse it.
     """
     header = manifest.header
     chunks = _checked_chunks(manifest)
-    blocks = _Blocks()
+    earlier = {} if packed_tables is None else packed_tables
+    blocks = _Blocks(earlier)
     rows = np.empty((4, len(manifest.members)), "<i8")
     for column, member in enumerate(manifest.members):
         rows[:, column] = (
@@ -145,6 +151,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             blocks.refs(member, len(manifest.chunks)),
             member.bytes_logical,
         )
+    earlier.clear()
+    earlier.update(blocks.tables)
     segments = [(s.name, s.bytes, s.own, s.age) for s in manifest.segments]
     packed = [
         pack_bytes(_pack(segments)),
@@ -178,7 +186,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 class _Blocks:
     """Collects item tables and arrays of refs; equal ones become one block."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: PackedTables) -> None:
+        self.tables: PackedTables = {}
+        self._earlier = earlier
         self.sections: list[Section] = []
         self.stored: list[bytes] = []
         self._by_content: dict[bytes, int] = {}
@@ -188,13 +198,17 @@ class _Blocks:
         block = self._by_content.get(member.items_id)
         if block is not None:
             return block
-        table = encode_items(member.items)
-        if items_id(table) != member.items_id:
-            raise InvalidInput(
-                f"the manifest cannot be written: the items_id of rank {member.rank} is not the "
-                "digest of its item table"
-            )
-        return self._add(member.items_id, *pack_bytes(table))
+        packed = self._earlier.get(member.items_id)
+        if packed is None:
+            table = encode_items(member.items)
+            if items_id(table) != member.items_id:
+                raise InvalidInput(
+                    f"the manifest cannot be written: the items_id of rank {member.rank} is not "
+                    "the digest of its item table"
+                )
+            packed = pack_bytes(table)
+        self.tables[member.items_id] = packed
+        return self._add(member.items_id, *packed)
 
     def refs(self, member: MemberTable, chunks: int) -> int:
         """The block of the member's refs."""

@@ -107,7 +107,7 @@ def path_text(path: Path) -> str:
 
 def name_leaves(leaves: Sequence[Leaf]) -> None:
     """Give every leaf its item name; the rule depends on the set of paths only."""
-    joined = [".".join(str(part.key) for part in leaf.path) for leaf in leaves]
+    joined = [".".join([str(part.key) for part in leaf.path]) for leaf in leaves]
     times = Counter(joined)
     escaped: set[str] = set()
     for leaf, name in zip(leaves, joined, strict=True):
@@ -177,6 +177,8 @@ def make_container(kind: str, built: dict[Any, Any]) -> Any:
 def _is_item_name(name: str) -> bool:
     if not name or "\0" in name or name.startswith(RESERVED):
         return False
+    if name.isascii():
+        return len(name) <= NAME_BYTES_MAX
     try:
         return len(name.encode("utf-8")) <= NAME_BYTES_MAX
     except UnicodeEncodeError:  # a lone surrogate, which repr() escapes

@@ -20,28 +20,44 @@ from groupio.model import ItemKind, ItemSpec
 from groupio.plan.chunks import Cuts, cut_edges, find_cuts
 
 
-class Run(NamedTuple):
-    """``chunks`` chunks from number ``first`` on of ``spec``, from byte ``offset`` of a file on."""
+class Runs(NamedTuple):
+    """Runs of ``items`` in the file: ``rows`` int64[r, 5] has one for each.
 
-    spec: ItemSpec
-    first: int
-    chunks: int
-    offset: int
+    Its columns: the item, the number of its shape (:func:`shapes_of`), the first chunk of it, how
+    many chunks, and the byte of the file from which on they stand there.
+    """
+
+    items: Sequence[ItemSpec]
+    rows: npt.NDArray[np.int64]
+
+
+def shapes_of(items: Sequence[ItemSpec]) -> npt.NDArray[np.int64]:
+    """A number for each item: equal ones have the same dtype, shapes and offsets, int64[n].
+
+    It is -1 for those that torch cannot read from the bytes alone: no arrays, or of a dtype that
+    it does not know.
+    """
+    tensor = ItemKind.TENSOR
+    numbers: dict[tuple[object, ...], int] = {}
+    return np.fromiter(
+        (
+            numbers.setdefault(
+                (item.dtype, item.shape, item.global_shape, item.offsets), len(numbers)
+            )
+            if item.kind is tensor
+            and (element := DTYPE_BYTES.get(item.dtype)) is not None
+            and item.nbytes == element * prod(item.shape)
+            else -1
+            for item in items
+        ),
+        np.int64,
+        len(items),
+    )
 
 
 def framable(items: Sequence[ItemSpec]) -> npt.NDArray[np.bool_]:
-    """Which of ``items`` torch can read from the bytes alone: arrays of a dtype that it knows."""
-    tensor = ItemKind.TENSOR
-    return np.fromiter(
-        (
-            item.kind is tensor
-            and (element := DTYPE_BYTES.get(item.dtype)) is not None
-            and item.nbytes == element * prod(item.shape)
-            for item in items
-        ),
-        np.bool_,
-        len(items),
-    )
+    """Which of ``items`` torch can read from the bytes alone."""
+    return shapes_of(items) >= 0
 
 
 def run_kinds(spec: ItemSpec, cuts: Cuts, first: int, count: int) -> list[Kind]:
@@ -81,31 +97,34 @@ def run_kinds(spec: ItemSpec, cuts: Cuts, first: int, count: int) -> list[Kind]:
     return kinds
 
 
-def frame_table(runs: Iterable[Run]) -> FrameTable:
-    """The frames of a file with these ``runs``: a row for each chunk of them.
+def frame_table(batches: Iterable[Runs]) -> FrameTable:
+    """The frames of a file with these runs, of :func:`framable` items: a row for each chunk.
 
     The runs repeat a few shapes, layer after layer, and each is worked out once.
     """
     kind_rows: dict[Kind, int] = {}
-    known: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
-    chunk_offsets: list[int] = []
-    run_offsets: list[int] = []
-    kinds: list[int] = []
-    for spec, first, count, offset in runs:
-        key = (spec.dtype, spec.shape, spec.global_shape, spec.offsets, first, count)
-        found = known.get(key)
-        if found is None:
-            made = run_kinds(spec, find_cuts(spec), first, count)
+    columns: list[npt.NDArray[np.int64]] = [np.empty((3, 0), np.int64)]
+    for items, rows in batches:
+        if not len(rows):
+            continue
+        owners, shapes, firsts, counts, offsets = rows.T
+        codes = (shapes * (firsts.max(initial=0) + 1) + firsts) * (counts.max(initial=0) + 1)
+        _, examples, which = np.unique(codes + counts, return_index=True, return_inverse=True)
+        order = np.argsort(examples)  # kinds are listed as they first appear
+        examples, which = examples[order], np.argsort(order)[which]
+        made = []
+        for run in examples.tolist():
+            spec = items[owners[run]]
+            kinds = run_kinds(spec, find_cuts(spec), int(firsts[run]), int(counts[run]))
             element = DTYPE_BYTES[spec.dtype]
-            rows = [kind_rows.setdefault(kind, len(kind_rows)) for kind in made]
-            found = known[key] = rows, [kind.skip * element for kind in made]
-        rows, skips = found
-        kinds += rows
-        run_offsets += [offset] * count
-        chunk_offsets += [offset + skip for skip in skips]
-    return FrameTable(
-        np.array(chunk_offsets, np.int64),
-        np.array(run_offsets, np.int64),
-        np.array(kinds, np.int32),
-        tuple(kind_rows),
-    )
+            numbered = [kind_rows.setdefault(kind, len(kind_rows)) for kind in kinds]
+            made.append((numbered, [kind.skip * element for kind in kinds]))
+        sizes = counts[examples]
+        starts = np.cumsum(sizes) - sizes
+        in_run = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        take = np.repeat(starts[which], counts) + in_run
+        kinds_of_all, skips = np.concatenate([np.array(one, np.int64) for one in made], axis=1)
+        runs = np.repeat(offsets, counts)
+        columns.append(np.stack((runs + skips[take], runs, kinds_of_all[take])))
+    chunk_offsets, run_offsets, kinds_column = np.concatenate(columns, axis=1)
+    return FrameTable(chunk_offsets, run_offsets, kinds_column.astype(np.int32), tuple(kind_rows))

@@ -20,7 +20,7 @@ from groupio.plan.layout import Layout, Wave, waves
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
-from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, extent_bytes
+from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, Use, extent_bytes
 
 WINDOW_BYTES_MIN = 2 * CHUNK_BYTES + PAGE_BYTES
 """The smallest window of a lease that goes through in waves."""
@@ -63,6 +63,8 @@ class AgentMachine:
     arenas: dict[str, int] = field(default_factory=dict)
     """The arena of each client."""
     _asked: dict[tuple[str, int], ev.LeaseAsked] = field(default_factory=dict)
+    _ahead: dict[str, Extent] = field(default_factory=dict)
+    """Free memory that clients got ahead of their first saves."""
     _gone: set[str] = field(default_factory=set)
     _held: dict[tuple[str, int], list[Extent]] = field(default_factory=dict)
     _arena_count: int = 0
@@ -72,6 +74,10 @@ class AgentMachine:
     def handle(self, event: Any) -> list[fx.Effect]:
         """Take one event, or one order of a controller; effects are to be executed in order."""
         match event:
+            case ev.SaveExpected(client=client, total_bytes=total_bytes):
+                return self._on_expected(client, total_bytes)
+            case ev.AheadMapped():
+                return self._on_mapped(event)
             case ev.LeaseAsked():
                 self._asked[event.client, event.save_id] = event
                 return []
@@ -159,7 +165,9 @@ class AgentMachine:
             for lease in group.leases.values():
                 effects += self._open_arena(lease.seat.client)
                 spare -= self._take(lease, spare)
-            effects += [fx.Punch(e.arena, e.offset, e.length) for e in self.ledger.overcommit()]
+            for lease in group.leases.values():
+                effects += self._end_standby(lease.seat.client)
+            effects += self._give_way()
             effects.append(fx.Report(ev.NodeAdmitted(group.order.group, self.node)))
         return effects
 
@@ -322,7 +330,7 @@ class AgentMachine:
         for asked in [key for key in self._asked if key[0] == client]:
             del self._asked[asked]
         if not event.process_gone:
-            return []
+            return self._end_standby(client)
         self._gone.add(client)
         for key in [key for key in self._held if key[0] == client]:
             for extent in self._held.pop(key):
@@ -346,19 +354,57 @@ class AgentMachine:
         if self.ledger.held(arena):
             return []
         self.ledger.drop_arena(arena)
+        self._ahead.pop(client, None)
         self._gone.discard(client)
         del self.arenas[client]
         return [fx.CloseArena(arena)]
 
     # -- standby ---------------------------------------------------------
 
-    def standby(self, client: str, length: int) -> list[fx.Effect]:
-        """Give a client memory ahead of its first save, if there is room without taking any."""
-        length = extent_bytes(length)
-        if client in self.arenas or self.ledger.total() + length > self.ledger.budget:
+    def _on_expected(self, client: str, total_bytes: int) -> list[fx.Effect]:
+        """Give a client memory ahead of its first save, if there is room without taking any.
+
+        It is free memory, which any group may take. A larger expectation replaces a smaller one.
+        """
+        length = extent_bytes(total_bytes)
+        old = self._ahead.get(client)
+        if old is None and client in self.arenas:
+            return []  # it saved already, or others needed the memory
+        held = 0 if old is None else old.length
+        if length <= held or self.ledger.total() - held + length > self.ledger.budget:
             return []
-        effects = self._open_arena(client)
+        effects = [*self._end_standby(client), *self._open_arena(client)]
         arena = self.arenas[client]
-        extent = self.ledger.lease(arena, length)
+        extent = self._ahead[client] = self.ledger.lease(arena, length)
         self.ledger.free(extent)
         return [*effects, fx.Populate(arena, extent.offset, extent.length, client)]
+
+    def _on_mapped(self, event: ev.AheadMapped) -> list[fx.Effect]:
+        """Mapping touches the memory: what was given back meanwhile has to go once more."""
+        arena = self.arenas.get(event.client)
+        if arena is None:
+            return []
+        end = event.offset + event.length
+        for extent in self.ledger.extents:
+            overlaps = extent.offset < end and event.offset < extent.offset + extent.length
+            if extent.arena == arena and overlaps:
+                return []
+        return [fx.Punch(arena, event.offset, event.length)]
+
+    def _end_standby(self, client: str) -> list[fx.Effect]:
+        """The memory that the client got ahead is in use now, or not what it needs."""
+        extent = self._ahead.pop(client, None)
+        if extent is None or extent.use is not Use.FREE:
+            return []
+        self.ledger.discard(extent)
+        return [_punch(extent)]
+
+    def _give_way(self) -> list[fx.Effect]:
+        """Give back free memory until the budget holds."""
+        out = self.ledger.overcommit()
+        self._ahead = {client: e for client, e in self._ahead.items() if e not in out}
+        return [_punch(extent) for extent in out]
+
+
+def _punch(extent: Extent) -> fx.Effect:
+    return fx.Punch(extent.arena, extent.offset, extent.length)

@@ -19,6 +19,7 @@ from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, HOLDS_MEMORY, Group, Phase
 from groupio.protocol.members import Client, Incarnation
 from groupio.protocol.missed import Missed
+from groupio.protocol.presence import Life, Presence, Watch
 from groupio.protocol.waiting import WaitingRoom, refuse
 
 EPOCHS_IN_FLIGHT = 2
@@ -45,6 +46,7 @@ class Controller:
     _incarnation_max: int = 0
     missed: Missed = field(default_factory=Missed)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
+    presence: Presence = field(default_factory=Presence)
     _clients: dict[str, Client] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     """Where group numbers come from; controllers that share an agent share it."""
@@ -98,6 +100,8 @@ class Controller:
     def handle(self, event: ev.ControllerEvent) -> list[fx.Effect]:
         """Take one event; the effects are to be executed in order."""
         match event:
+            case ev.ClientArrived():
+                return self._watch(event.rank) if self.presence.arrive(event) else []
             case ev.MemberOpened():
                 return self._on_opened(event)
             case ev.MemberFailed(client=client, save_id=save_id, error=error):
@@ -115,6 +119,8 @@ class Controller:
             case ev.TimerFired(name=name):
                 if (refused := self.waiting.expire(name)) is not None:
                     return refused
+                if (over := self.presence.expire(name)) is not None:
+                    return self._on_absent(over)
                 group = next((g for g in self.groups.values() if g.timer == name), None)
             case ev.InflightPublished(error=error) if error is not None:
                 # The store may have been replaced or lost: look at it anew before the next save.
@@ -213,7 +219,8 @@ class Controller:
         if error is not None:
             return effects + refuse(event, timer, error)
         group = group or self._new_group(event)
-        return effects + group.join(event, timer) + self._advance(group)
+        effects += group.join(event, timer) + self._watch(None)
+        return effects + self._advance(group)
 
     def _line_pending(self) -> bool:
         """A new lineage is being made; opens wait until it is known."""
@@ -299,6 +306,8 @@ class Controller:
                 return [], reasons.twins(event.rank, other.process, event.process)
             if other.process != event.process:
                 return self._raise(event, known, f"rank {event.rank} restarted")
+            if event.rewind_to is not None and event.rewind_to != self._newest_staged():
+                return self._raise(event, known, f"rank {event.rank} connected to rewind")
         self._seat(event, known)
         return [], None
 
@@ -368,9 +377,10 @@ class Controller:
     # -- losses ---------------------------------------------------------
 
     def _on_gone(self, event: ev.MemberGone) -> list[fx.Effect]:
+        away = self.presence.lose(event.client, process_gone=event.process_gone)
         known = self._clients.get(event.client)
         if known is None:
-            return []
+            return [] if away is None else self._watch(away)
         known.alive = False
         known.process_gone = known.process_gone or event.process_gone
         how = "ended" if event.process_gone else "closed its connection"
@@ -387,7 +397,25 @@ class Controller:
         if event.process_gone and self._current(event.client) is None:
             # A member of an earlier life: nothing will ask for it again.
             self._clients.pop(event.client, None)
+        effects += [] if away is None else self._watch(away)
         return effects + self._advance(*touched)
+
+    def _watch(self, rank: int | None) -> list[fx.Effect]:
+        """Groups give a rank that goes away now, or all that are away, some time to come back."""
+        gathering = [g for g in self.groups.values() if g.phase is Phase.GATHERING]
+        return [e for g in gathering for e in self.presence.watch(g, self._life(), rank)]
+
+    def _on_absent(self, over: Watch) -> list[fx.Effect]:
+        """The time of a rank to come back to a group is over."""
+        group = self.groups.get(over.group)
+        if group is None or group.phase is not Phase.GATHERING:
+            return []
+        ways = self.presence.given_up(over, group, self._life())
+        return self._give_up([group], lambda g: reasons.absent(g.epoch, ways)) if ways else []
+
+    def _life(self) -> Life:
+        assert self.incarnation is not None
+        return Life(self.job, self.incarnation.world_size, self.incarnation.launch_id)
 
     def _current(self, client: str) -> int | None:
         """The rank of a client in the present life of the job, or None."""

@@ -6,16 +6,20 @@ with one key are executed in the order given, and OpenStore after all that were 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from groupio.errors import GroupIOError
 from groupio.model import DecisionKey, Level, Lineage, NodeReport
 from groupio.plan.layout import Wave
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSeat:
+class _Effect(msgspec.Struct, frozen=True):
+    """Base of all effects: structs, because a starting agent would define dataclasses slowly."""
+
+
+class MemberSeat(_Effect, frozen=True):
     """A member's place in a group, as its agent needs to know it."""
 
     rank: int
@@ -23,16 +27,14 @@ class MemberSeat:
     save_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartTimer:
+class StartTimer(_Effect, frozen=True):
     """Feed ``TimerFired(name)`` back after ``delay_s`` seconds unless stopped."""
 
     name: str
     delay_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StopTimer:
+class StopTimer(_Effect, frozen=True):
     """Forget the timer."""
 
     name: str
@@ -41,8 +43,7 @@ class StopTimer:
 # -- to the store ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStore:
+class OpenStore(_Effect, frozen=True):
     """Open or create the store, recover it (decide what is undecided), list what it holds.
 
     Attempts in ``held`` are in flight here and are left alone. Without ``create`` a store that
@@ -53,15 +54,13 @@ class OpenStore:
     create: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CreateLineage:
+class CreateLineage(_Effect, frozen=True):
     """Create-if-absent the lineage record; durable when LineageCreated comes."""
 
     lineage: Lineage
 
 
-@dataclass(frozen=True, slots=True)
-class PublishInflight:
+class PublishInflight(_Effect, frozen=True):
     """Write the in-flight record: visible (not necessarily durable) before segments are named."""
 
     group: int
@@ -70,8 +69,7 @@ class PublishInflight:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareEpoch:
+class PrepareEpoch(_Effect, frozen=True):
     """Build the manifest and write it as a prepared record; durable when Prepared comes.
 
     All segments of the reports are durable before this effect is issued.
@@ -87,8 +85,7 @@ class PrepareEpoch:
     door: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CompareEpoch:
+class CompareEpoch(_Effect, frozen=True):
     """Compare the members' content with the committed epoch under ``key``."""
 
     group: int
@@ -97,8 +94,7 @@ class CompareEpoch:
     reports: tuple[NodeReport, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decide:
+class Decide(_Effect, frozen=True):
     """Create-if-absent the decision under ``key``: the prepared record, or an abort record.
 
     When Decided comes, the decision that stands there, whoever made it, is durable.
@@ -115,8 +111,7 @@ class Decide:
     segments' bytes may be given back before the abort record is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetInflight:
+class ForgetInflight(_Effect, frozen=True):
     """Remove the in-flight record of an attempt that is decided or never began."""
 
     group: int
@@ -126,8 +121,7 @@ class ForgetInflight:
 # -- to agents ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitGroup:
+class AdmitGroup(_Effect, frozen=True):
     """Reserve memory for the node's members of this group; answer NodeAdmitted or NodeRefused."""
 
     node: str
@@ -141,24 +135,21 @@ class AdmitGroup:
     """The view whose frames the segments need, or none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartCopy:
+class StartCopy(_Effect, frozen=True):
     """Grant the leases."""
 
     node: str
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortGroup:
+class AbortGroup(_Effect, frozen=True):
     """Stop all work of the group on the node; answer NodeIdle."""
 
     node: str
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class CloseGroup:
+class CloseGroup(_Effect, frozen=True):
     """The group is decided: free its memory; delete its own segments unless committed."""
 
     node: str
@@ -171,8 +162,7 @@ class CloseGroup:
 # -- to members ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TellReached:
+class TellReached(_Effect, frozen=True):
     """Tell a member that the group reached a level."""
 
     seat: MemberSeat
@@ -182,8 +172,7 @@ class TellReached:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TellFailed:
+class TellFailed(_Effect, frozen=True):
     """Tell a member that its save failed."""
 
     seat: MemberSeat
@@ -193,23 +182,20 @@ class TellFailed:
 # -- of the agent machine ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenArena:
+class OpenArena(_Effect, frozen=True):
     """Make an empty arena of this number and hand its file to the client."""
 
     arena: int
     client: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseArena:
+class CloseArena(_Effect, frozen=True):
     """Give an arena's memory back to the system."""
 
     arena: int
 
 
-@dataclass(frozen=True, slots=True)
-class Populate:
+class Populate(_Effect, frozen=True):
     """Give memory to a range of an arena ahead of its use, in the background; tell the client."""
 
     arena: int
@@ -218,8 +204,7 @@ class Populate:
     client: str
 
 
-@dataclass(frozen=True, slots=True)
-class Punch:
+class Punch(_Effect, frozen=True):
     """Give the memory of a range back to the system."""
 
     arena: int
@@ -227,8 +212,7 @@ class Punch:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class GrantLease:
+class GrantLease(_Effect, frozen=True):
     """Send a lease for one wave to a client."""
 
     client: str
@@ -242,8 +226,7 @@ class GrantLease:
     wave: Wave
 
 
-@dataclass(frozen=True, slots=True)
-class StartJob:
+class StartJob(_Effect, frozen=True):
     """Make the group's flush job."""
 
     group: int
@@ -252,8 +235,7 @@ class StartJob:
     door: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AddWave:
+class AddWave(_Effect, frozen=True):
     """Hand a copied wave to the flush job."""
 
     group: int
@@ -266,34 +248,30 @@ class AddWave:
     wave: Wave
 
 
-@dataclass(frozen=True, slots=True)
-class FinishJob:
+class FinishJob(_Effect, frozen=True):
     """All waves of all members are with the job: store the rest and report."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class CancelJob:
+class CancelJob(_Effect, frozen=True):
     """Stop the job; feed JobIdle back."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndJob:
+class EndJob(_Effect, frozen=True):
     """Forget the job; delete its segments if asked."""
 
     group: int
     delete_segments: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(_Effect, frozen=True):
     """Hand this event to the group's controller."""
 
     event: Any
 
 
 Effect = Any
-"""Effects are plain dataclasses of this module; drivers dispatch on the type."""
+"""Effects are structs of this module; drivers dispatch on the type."""

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from groupio.errors import GroupIOError
 from groupio.model import DecisionKey, Lineage, NodeReport
 from groupio.plan.layout import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class _Event(msgspec.Struct, frozen=True):
+    """Base of all events: structs, because a starting agent would define dataclasses slowly."""
+
+
+class Process(_Event, frozen=True):
     """One life of an operating-system process: a pid is reused, a start time is not."""
 
     pid: int
     started: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemberOpened:
+class ClientArrived(_Event, frozen=True):
+    """A client said Hello; it may save later, or never.
+
+    ``gave_up`` are epochs that it began to save with an agent that is lost.
+    """
+
+    client: str
+    process: Process
+    rank: int
+    world_size: int
+    job: str | None = None
+    launch_id: str | None = None
+    gave_up: tuple[int, ...] = ()
+
+
+class MemberOpened(_Event, frozen=True):
     """A member asks to take part in the group of ``epoch``.
 
     ``elapsed_s`` is the time since the member's call; ``at`` the arrival on the driver's clock.
@@ -44,7 +62,7 @@ class MemberOpened:
     """The job that the member named, or None: whichever owns the store."""
     rewind_to: int | None = None
     launch_id: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = {}
     door: str = ""
     """The view that is to be made of the epoch: "dcp", or none."""
 
@@ -54,16 +72,14 @@ class MemberOpened:
         return max(0.0, self.deadline_s - self.elapsed_s)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberCopied:
+class MemberCopied(_Event, frozen=True):
     """All bytes of the member are in its agent's memory (or already stored, with waves)."""
 
     group: int
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemberFailed:
+class MemberFailed(_Event, frozen=True):
     """A client reported that it cannot go on with one of its saves."""
 
     client: str
@@ -71,24 +87,21 @@ class MemberFailed:
     error: GroupIOError
 
 
-@dataclass(frozen=True, slots=True)
-class MemberGone:
+class MemberGone(_Event, frozen=True):
     """A client's connection ended; ``process_gone`` when its process ended too."""
 
     client: str
     process_gone: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAdmitted:
+class NodeAdmitted(_Event, frozen=True):
     """The node holds the group's memory."""
 
     group: int
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRefused:
+class NodeRefused(_Event, frozen=True):
     """The node has no room for the group."""
 
     group: int
@@ -96,8 +109,7 @@ class NodeRefused:
     error: GroupIOError
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStored:
+class NodeStored(_Event, frozen=True):
     """Every unique chunk of the node is hashed and durable in its segments."""
 
     group: int
@@ -105,8 +117,7 @@ class NodeStored:
     report: NodeReport
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFailed:
+class NodeFailed(_Event, frozen=True):
     """The node could not store its part."""
 
     group: int
@@ -114,16 +125,14 @@ class NodeFailed:
     error: GroupIOError
 
 
-@dataclass(frozen=True, slots=True)
-class NodeIdle:
+class NodeIdle(_Event, frozen=True):
     """After an abort: no thread of the node touches the group's memory or segments any more."""
 
     group: int
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedEpoch:
+class CommittedEpoch(_Event, frozen=True):
     """A commit record found in, or put into, the store."""
 
     key: DecisionKey
@@ -131,8 +140,7 @@ class CommittedEpoch:
     content_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoreState:
+class StoreState(_Event, frozen=True):
     """What the store holds when a job begins, after recovery: nothing in it is undecided."""
 
     job: str
@@ -145,38 +153,33 @@ class StoreState:
     """The store is lost with this node: REMOTE is reached together with DURABLE."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOpened:
+class StoreOpened(_Event, frozen=True):
     """The store is open for writing and recovered."""
 
     state: StoreState
 
 
-@dataclass(frozen=True, slots=True)
-class StoreUnavailable:
+class StoreUnavailable(_Event, frozen=True):
     """The store cannot be opened for writing."""
 
     error: GroupIOError
 
 
-@dataclass(frozen=True, slots=True)
-class LineageCreated:
+class LineageCreated(_Event, frozen=True):
     """A new line of epochs exists, or could not be made."""
 
     lineage: Lineage | None
     error: GroupIOError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InflightPublished:
+class InflightPublished(_Event, frozen=True):
     """Answer to PublishInflight."""
 
     group: int
     error: GroupIOError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(_Event, frozen=True):
     """Answer to PrepareEpoch; ``content_id`` is that of the manifest made."""
 
     group: int
@@ -184,8 +187,7 @@ class Prepared:
     error: GroupIOError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(_Event, frozen=True):
     """Answer to CompareEpoch."""
 
     group: int
@@ -193,8 +195,7 @@ class Compared:
     error: GroupIOError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(_Event, frozen=True):
     """Answer to Decide.
 
     ``committed`` says what stands under the key now, ``ours`` whether this attempt's own record
@@ -207,15 +208,13 @@ class Decided:
     error: GroupIOError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(_Event, frozen=True):
     """A timer that StartTimer set ran out."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(_Event, frozen=True):
     """Take no new groups; those in flight are finished, or given up if they are not STAGED yet."""
 
     abort_unstaged: bool = False
@@ -224,8 +223,22 @@ class Drain:
 # -- the agent machine's own events ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseAsked:
+class SaveExpected(_Event, frozen=True):
+    """A client has not saved yet, and its first save will likely take ``total_bytes``."""
+
+    client: str
+    total_bytes: int
+
+
+class AheadMapped(_Event, frozen=True):
+    """A client has mapped this range of its arena ahead of its first save."""
+
+    client: str
+    offset: int
+    length: int
+
+
+class LeaseAsked(_Event, frozen=True):
     """A member of this node opened a save: what its lease has to hold."""
 
     client: str
@@ -234,8 +247,7 @@ class LeaseAsked:
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
-class WaveCopied:
+class WaveCopied(_Event, frozen=True):
     """A rank finished copying a wave into its lease."""
 
     client: str
@@ -243,8 +255,7 @@ class WaveCopied:
     wave: int
 
 
-@dataclass(frozen=True, slots=True)
-class WaveStored:
+class WaveStored(_Event, frozen=True):
     """Every chunk of the wave is hashed and, where new, written: its memory may be reused."""
 
     group: int
@@ -252,31 +263,27 @@ class WaveStored:
     wave: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobStored:
+class JobStored(_Event, frozen=True):
     """The node's flush job ended well."""
 
     group: int
     report: NodeReport
 
 
-@dataclass(frozen=True, slots=True)
-class JobFailed:
+class JobFailed(_Event, frozen=True):
     """The node's flush job failed."""
 
     group: int
     error: GroupIOError
 
 
-@dataclass(frozen=True, slots=True)
-class JobIdle:
+class JobIdle(_Event, frozen=True):
     """The node's cancelled flush job touches nothing any more."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class WriterStopped:
+class WriterStopped(_Event, frozen=True):
     """A client acknowledged that it no longer writes to the leases of this save."""
 
     client: str
@@ -284,7 +291,8 @@ class WriterStopped:
 
 
 ControllerEvent = (
-    MemberOpened
+    ClientArrived
+    | MemberOpened
     | MemberCopied
     | MemberFailed
     | MemberGone

@@ -79,6 +79,11 @@ class Ledger:
         self.extents.append(extent)
         return extent
 
+    def discard(self, extent: Extent) -> None:
+        """Take a free extent out; the caller punches it."""
+        assert extent.use is Use.FREE
+        self.extents.remove(extent)
+
     def overcommit(self) -> list[Extent]:
         """Take free extents out, oldest first, until the budget holds; the caller punches them."""
         over = self.total() - self.budget
@@ -87,7 +92,7 @@ class Ledger:
             if over <= 0:
                 break
             if extent.use is Use.FREE:
-                self.extents.remove(extent)
+                self.discard(extent)
                 out.append(extent)
                 over -= extent.length
         assert over <= 0, "more memory is leased than the budget allows"

@@ -36,6 +36,8 @@ class Hello(_Message, frozen=True):
     launch_id: str | None = None
     file_mode: int | None = None
     replicas: int = 1
+    gave_up: tuple[int, ...] = ()
+    """Epochs whose save this rank began with an agent that is lost, before it was released."""
 
 
 class OpenSave(_Message, frozen=True):
@@ -79,6 +81,19 @@ class Released(_Message, frozen=True):
     """Answer to ``Failed``: the rank no longer writes to any lease of this save."""
 
     save_id: int
+
+
+class Expect(_Message, frozen=True):
+    """This rank will likely save about ``total_bytes``: prepare memory, if there is room."""
+
+    total_bytes: int
+
+
+class Mapped(_Message, frozen=True):
+    """Answer to ``Standby``: this rank touches that memory no more until it is granted."""
+
+    offset: int
+    length: int
 
 
 class Settle(_Message, frozen=True):
@@ -193,7 +208,19 @@ class Answer(_Message, frozen=True):
     body: dict[str, Any]
 
 
-ToAgent = Hello | OpenSave | Copied | SaveFailed | Released | Settle | Damaged | Ask | Bye
+ToAgent = (
+    Hello
+    | OpenSave
+    | Copied
+    | SaveFailed
+    | Released
+    | Expect
+    | Mapped
+    | Settle
+    | Damaged
+    | Ask
+    | Bye
+)
 ToRank = (
     Welcome | Refused | Arena | Grant | Standby | Reached | Failed | DoorDone | Settled | Answer
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -189,6 +190,20 @@ def gone(epoch: int, rank: int, how: str) -> GroupAborted:
         f"Rank {rank} {how} before epoch {epoch} was staged; epoch {epoch} is not saved, earlier "
         "epochs are intact. Restart the rank and save again.",
         members=(rank,),
+        epoch=epoch,
+    )
+
+
+def absent(epoch: int, ways: Mapping[int, str]) -> GroupAborted:
+    """Members went away before they came to the group; ``ways`` says how, by rank."""
+    found = [
+        f"rank(s) {ranks(tuple(rank for rank, how in ways.items() if how == one))} {one}"
+        for one in dict.fromkeys(ways.values())
+    ]
+    return GroupAborted(
+        f"Epoch {epoch} is not saved, earlier epochs are intact: {'; '.join(found)}. Restart the "
+        "named rank(s), or save again on all.",
+        members=tuple(ways),
         epoch=epoch,
     )
 

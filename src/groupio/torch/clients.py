@@ -7,6 +7,8 @@ import threading
 from typing import Any
 
 import groupio
+from groupio.client.address import refuse_checkpoint
+from groupio.client.ahead import connect_ahead
 from groupio.errors import InvalidInput
 from groupio.torch.members import Members
 
@@ -14,38 +16,38 @@ _lock = threading.Lock()
 _clients: dict[tuple[str, int, int, int], groupio.Client] = {}
 
 
-def client_for(store: Any, members: Members) -> groupio.Client:
+def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
     """The client of this process for ``store``; a forked child makes its own.
+
+    Without ``connected`` a new one connects in the background, so that a load does not wait for
+    the start of an agent that only a save needs.
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
-    text = os.fspath(store)
+    text = store if isinstance(store, str) else _text(store)
     # A relative path means another store after a change of directory.
     where = text if "://" in text else os.path.abspath(text)
-    _check_store(where.removeprefix("file://"))
+    refuse_checkpoint(where.removeprefix("file://"))
     key = (where, members.rank, members.world_size, os.getpid())
     with _lock:
         client = _clients.get(key)
         if client is None:
-            client = groupio.connect(where, rank=members.rank, world_size=members.world_size)
+            connect = groupio.connect if connected else connect_ahead
+            client = connect(where, rank=members.rank, world_size=members.world_size)
             _clients[key] = client
         return client
 
 
-def _check_store(path: str) -> None:
-    if not os.path.isfile(os.path.join(path, ".metadata")):
-        return
-    folder, step = os.path.split(path)
-    store, kind = os.path.split(folder)
-    if kind == "dcp" and os.path.isdir(os.path.join(store, "epochs")):
+def _text(store: Any) -> str:
+    try:
+        text = os.fspath(store)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
         raise InvalidInput(
-            f"{path} is a view of one epoch of a store; give {store} and step={step}"
+            f"the store is of type {type(store).__name__}; give a path or a file:// URL"
         )
-    raise InvalidInput(
-        f"{path} is a checkpoint of torch.distributed.checkpoint, not a store of groupio; to "
-        "import it load it with torch.distributed.checkpoint.load, then save the state dict with "
-        "groupio.torch.save into another directory"
-    )
+    return text
 
 
 def close() -> None:

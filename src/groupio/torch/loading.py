@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 
 import groupio
+from groupio.client.ahead import expect_save
 from groupio.client.arguments import check_epoch
+from groupio.client.collection import collection_paused
 from groupio.client.shared_read import GroupedRead
 from groupio.client.store_reader import StoreReader
 from groupio.client.wants import Collector
@@ -29,8 +32,8 @@ from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, make_container
 from groupio.model import DecisionKey
 from groupio.torch.clients import client_for
-from groupio.torch.grouped import read_together
-from groupio.torch.matching import Matching, Template, template_of
+from groupio.torch.grouped import Host
+from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.report import LoadReport, SkippedEpoch
 from groupio.torch.saved import SavedState
@@ -83,20 +86,47 @@ def load(
     """
     members = find_members(process_group)
     council = Council(members, "load", AGREE_S)
+    with collection_paused():
+        return _load(state_dict, store, step, council, strict=strict, fallback=fallback)
+
+
+def _load(
+    state_dict: dict[Any, Any],
+    store: str | os.PathLike[str],
+    step: int | str,
+    council: Council,
+    *,
+    strict: bool,
+    fallback: bool,
+) -> LoadReport:
+    members = council.members
     job: _Load | GroupIOError
     try:
-        job = _Load(state_dict, client_for(store, members), members, strict)
-        mine: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
+        client = client_for(store, members, connected=False)
+        job = _Load(state_dict, client, members, strict)
+        asked: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
     except GroupIOError as error:
-        job = mine = error
+        job = asked = error
     chooser = _Chooser(job, fallback)
-    choice = council.decide(mine, chooser.first)
-    assert isinstance(job, _Load)  # an error of this rank was raised by decide
-    with job, read_together(members, council) as job.grouped:
+    open_job = job if isinstance(job, _Load) else nullcontext()
+    with Host(council.alone) as host, open_job:
+        mine = {"asked": asked, "where": host.where()} if isinstance(job, _Load) else job
+        try:
+            choice = council.decide(mine, chooser.first)
+        except NotFound:
+            if isinstance(job, _Load):
+                job.expect_save()
+            raise
+        assert isinstance(job, _Load)  # an error of this rank was raised by decide
+        host.link(members.rank, choice["where"])
         while True:
             # Nothing is touched before every member knows that it can be filled.
             council.deadline_s = AGREE_S
-            choice = council.decide(job.opinion(job.check, choice), chooser.checked)
+            ready = job.opinion(job.check, choice)
+            if not isinstance(ready, GroupIOError):
+                ready["linked"] = host.linked()
+            choice = council.decide(ready, chooser.checked)
+            job.join(host, choice["linked"])
             if choice["again"]:
                 continue
             job.heard(choice)
@@ -127,7 +157,7 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
-        self.grouped = GroupedRead(None)
+        self._grouped: GroupedRead | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -138,8 +168,21 @@ class _Load:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._grouped is not None:
+            self._grouped.close()
         if self._reader is not None:
             self._reader.close()
+
+    def reader(self) -> StoreReader:
+        """The store, open until the end of the load."""
+        if self._reader is None:
+            self._reader = StoreReader.open(self.client.store)
+        return self._reader
+
+    def join(self, host: Host, linked: list[dict[str, Any]]) -> None:
+        """Read with the others of the host from now on."""
+        if self._grouped is None:
+            self._grouped = host.reading(linked)
 
     def opinion(
         self, work: Callable[[dict[str, Any]], dict[str, Any]], choice: dict[str, Any]
@@ -168,9 +211,7 @@ class _Load:
         StateMismatch when it does not fit. After a change of world size only all members
         together know what is unexpected: each says what it does not load.
         """
-        if self._reader is None:
-            self._reader = StoreReader.open(self.client.store)
-        reader = self._reader
+        reader = self.reader()
         manifest = self._manifest = _appeared(reader, DecisionKey(*choice["key"]))
         saved = SavedState(reader, manifest, self._members.rank, self._members.world_size)
         found = self._matching = saved.match(self._template)
@@ -197,19 +238,24 @@ class _Load:
         """Read everything, in one call: other members may wait for its part of the work."""
         assert self._reader is not None
         assert self._manifest is not None
+        assert self._grouped is not None
         deadline = time.monotonic() + READ_S
-        with self.grouped.fill(choice["key"][1], deadline):
+        with self._grouped.fill(choice["key"][1], deadline):
             self._reader.read_wants(
                 self._manifest,
                 self._wants.finish(),
                 deadline=deadline,
                 threads=self.client.settings.read_threads,
                 on_damage=self.client._report_damage,
-                fetch=self.grouped.fetch,
+                fetch=self._grouped.fetch,
             )
         for arrive in self._arrivals:
             arrive()
         return {}
+
+    def expect_save(self) -> None:
+        """Get ready, in the background, for the first save of what this load was to fill."""
+        expect_save(self.client, staged_bytes(self._template))
 
     def heard(self, choice: dict[str, Any]) -> None:
         """What the others do not load either is unexpected."""
@@ -223,14 +269,16 @@ class _Load:
             leaf.value = take(node, values)
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
         _write_back(self._template.root, replaced)
+        self.expect_save()
+        assert self._grouped is not None
         return LoadReport(
             step=choice["key"][1],
             missing=tuple(self._matching.missing),
             unexpected=tuple(self._unexpected),
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
-            bytes_read=self.grouped.bytes_read,
-            bytes_forwarded=self.grouped.bytes_forwarded,
-            notes=tuple(self.grouped.notes),
+            bytes_read=self._grouped.bytes_read,
+            bytes_forwarded=self._grouped.bytes_forwarded,
+            notes=tuple(self._grouped.notes),
         )
 
 
@@ -247,21 +295,22 @@ class _Chooser:
 
     def first(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """The epoch to begin with; InvalidInput when the members ask for different things."""
-        for rank, opinion in enumerate(opinions):
-            if opinion != opinions[0]:
+        asked = [opinion["asked"] for opinion in opinions]
+        for rank, one in enumerate(asked):
+            if one != asked[0]:
                 raise InvalidInput(
-                    f"rank 0 loads with {_words(opinions[0])}, rank {rank} with "
-                    f"{_words(opinion)}; call load with the same arguments on all ranks"
+                    f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
+                    "load with the same arguments on all ranks"
                 )
-        self._step = opinions[0]["step"]
+        self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
             self._job.client._settle(time.monotonic() + AGREE_S)
-        return self._choose()
+        return self._choose() | {"where": [opinion["where"] for opinion in opinions]}
 
     def checked(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """Go on like :meth:`next`; StateMismatch when names are unexpected on all members."""
-        verdict = self.next(opinions)
+        verdict = self.next(opinions) | {"linked": [one["linked"] for one in opinions]}
         if verdict["again"] or "unexpected" not in opinions[0]:
             return verdict
         job = self._job
@@ -290,23 +339,23 @@ class _Chooser:
         assert isinstance(self._job, _Load)
         client = self._job.client
         older_than = None if self._key is None else self._key.epoch
-        with StoreReader.open(client.store) as reader:
-            candidates = reader.candidates(self._step, client._rewind_to, older=self._fallback)
-            for number, open_manifest in candidates:
-                if older_than is not None and number >= older_than:
-                    continue
-                try:
-                    manifest = open_manifest()
-                except _DAMAGE as error:
-                    if not self._fallback:
-                        raise
-                    self._pass_over(number, error)
-                    continue
-                if manifest is not None:
-                    header = manifest.header
-                    self._key = DecisionKey(header.lineage, header.epoch, header.attempt)
-                    return self._verdict(again=True)
-            raise self._first_error or reader.not_found(self._step, client._rewind_to)
+        reader = self._job.reader()
+        candidates = reader.candidates(self._step, client._rewind_to, older=self._fallback)
+        for number, open_manifest in candidates:
+            if older_than is not None and number >= older_than:
+                continue
+            try:
+                manifest = open_manifest()
+            except _DAMAGE as error:
+                if not self._fallback:
+                    raise
+                self._pass_over(number, error)
+                continue
+            if manifest is not None:
+                header = manifest.header
+                self._key = DecisionKey(header.lineage, header.epoch, header.attempt)
+                return self._verdict(again=True)
+        raise self._first_error or reader.not_found(self._step, client._rewind_to)
 
     def _pass_over(self, epoch: int, error: GroupIOError) -> None:
         self._first_error = self._first_error or error

@@ -10,6 +10,7 @@ import torch
 from groupio.client.parts import Parts
 from groupio.errors import InvalidInput, StateMismatch
 from groupio.format.structure import Branch, Leaf, path_text
+from groupio.model import PACK_ITEM_BYTES, PAGE_BYTES
 from groupio.torch.flatten import flatten
 from groupio.torch.sourcing import Fill, Missing, Take, fill_of, same_content, take_of
 from groupio.torch.tensors import Local, local_part, overlaps_itself
@@ -18,6 +19,11 @@ LISTED = 100
 """At most so many names of a kind stand in a message; the fields of the error have all."""
 
 _KEYED = ("dict", "odict")
+
+_LEAF_BYTES = 256
+"""What a leaf may take in the structure record and the packs, or a plain value itself."""
+
+_RECORD_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -79,6 +85,18 @@ def template_of(state_dict: Mapping[object, object]) -> Template:
                     "clone() to be filled"
                 )
     return Template(root, parts)
+
+
+def staged_bytes(template: Template) -> int:
+    """About how much memory a save of this rank's part takes, in bytes; rather more than less."""
+    total = _RECORD_BYTES
+    for leaf in template.root.leaves():
+        total += _LEAF_BYTES
+        local = template.locals.get(leaf.name)
+        if local is not None:
+            size = local.tensor.nbytes
+            total += size + len(local.pieces) * (PAGE_BYTES if size >= PACK_ITEM_BYTES else 0)
+    return total
 
 
 def match(template: Template, saved: Branch, parts: Parts) -> Matching:
@@ -200,13 +218,17 @@ def _same_side(here: Branch | Leaf, saved: Branch | Leaf) -> bool:
 
 def _check_tied(found: Matching, parts: Parts) -> None:
     """Tensors that share their memory here must have been saved with equal bytes."""
-    first: dict[tuple[object, ...], str] = {}
+    starts: dict[int, list[str]] = {}
     for name, fill in found.fill.items():
         tensor = fill.local.tensor
         if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-            other = first.setdefault(place, name)
-            if other != name and not same_content(found.fill[other], fill, parts):
+            starts.setdefault(tensor.data_ptr(), []).append(name)
+    for names in starts.values():
+        first: dict[tuple[object, ...], str] = {}
+        for name in names if len(names) > 1 else ():
+            tensor = found.fill[name].local.tensor
+            other = first.setdefault((tensor.device, tensor.shape, tensor.stride()), name)
+            if other != name and not same_content(found.fill[other], found.fill[name], parts):
                 found.different[name] = f"shares its memory with {other} here, not when saved"
 
 

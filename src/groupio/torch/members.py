@@ -78,7 +78,7 @@ class Council:
     """
 
     def __init__(self, members: Members, occasion: str, deadline_s: float) -> None:
-        self._members = members
+        self.members = members
         self.deadline_s = deadline_s
         """How long the next decision may wait for the slowest member, in seconds."""
         self.alone = not members.group or members.world_size == 1
@@ -106,11 +106,11 @@ class Council:
             if isinstance(mine, GroupIOError):
                 raise mine
             return judge([dict(mine)])
-        if self._members.rank == 0:
+        if self.members.rank == 0:
             verdict = self._preside(mine, judge)
             self._put("verdict", verdict)
         else:
-            self._put(str(self._members.rank), _opinion(mine))
+            self._put(str(self.members.rank), _opinion(mine))
             verdict = {} if isinstance(mine, GroupIOError) else self._hear()
         if isinstance(mine, GroupIOError):
             raise mine
@@ -135,7 +135,7 @@ class Council:
         there, for the others may be waiting for a member that will never come."""
         end = time.monotonic() + self.deadline_s
         found: dict[int, dict[str, Any]] = {}
-        waiting = list(range(1, self._members.world_size))
+        waiting = list(range(1, self.members.world_size))
         while waiting:
             # After the deadline whoever has answered by now still counts.
             left = max(end - time.monotonic(), 0.01)

@@ -4,7 +4,7 @@ and the names of its leaves are kept, without the values, and used again where t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +27,26 @@ class Tree:
 
     root: Branch
     notes: dict[str, str] = field(default_factory=dict)
+    leaves: list[Leaf] = field(init=False)
+    """All leaves, in the order of the state dict."""
+    _branches: list[Branch] = field(init=False)
     _record: tuple[dict[str, str], Encoded] | None = None
+
+    def __post_init__(self) -> None:
+        self.leaves = list(self.root.leaves())
+        self._branches = list(_branches(self.root))
+
+    def forget_values(self) -> None:
+        """Keep no tensor of the caller alive."""
+        for leaf in self.leaves:
+            leaf.value = None
+        for branch in self._branches:
+            branch.value = None
 
     def record(self) -> Encoded:
         """The structure record."""
         if self._record is None or self._record[0] != self.notes:
-            for leaf in self.root.leaves():
+            for leaf in self.leaves:
                 leaf.note = self.notes.get(leaf.name, "")
             data = encode_plain(encode_structure(self.root), name="the structure record")
             self._record = (self.notes, Encoded(data))
@@ -56,7 +70,7 @@ class Remembered:
         try:
             yield tree
         finally:
-            _forget_values(tree.root)
+            tree.forget_values()
             tree.notes = {}
             with self._lock:
                 self._trees = [tree, *self._trees[: KEPT - 1]]
@@ -70,7 +84,7 @@ class Remembered:
                 if _refresh(tree.root, state_dict):
                     found = tree
                     break
-                _forget_values(tree.root)
+                tree.forget_values()
         finally:
             with self._lock:
                 self._trees += [tree for tree in trees if tree is not found]
@@ -81,14 +95,14 @@ def _refresh(branch: Branch, value: Any) -> bool:
     """Put the leaves of ``value`` into the tree; False when it has another form."""
     if kind_of(value) != branch.kind or len(value) != len(branch.children):
         return False
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for (key, node), (new_key, child) in zip(branch.children.items(), entries, strict=True):
-        if new_key != key or type(new_key) is not type(key):
+    children: Iterable[Any] = value
+    if isinstance(value, Mapping):
+        if not _same_keys(list(branch.children), list(value)):
             return False
-        if type(key) is tuple and repr(key) != repr(new_key):
-            return False  # (1,) == (True,)
+        children = value.values()
+    for node, child in zip(branch.children.values(), children, strict=True):
         if type(node) is Leaf:
-            if not isinstance(child, torch.Tensor):
+            if type(child) is not torch.Tensor and not isinstance(child, torch.Tensor):
                 if is_branch(node.path, child):
                     return False
                 leaf_of(node.path, child)  # refuses what cannot be stored
@@ -100,12 +114,15 @@ def _refresh(branch: Branch, value: Any) -> bool:
     return True
 
 
-def _forget_values(branch: Branch) -> None:
-    """Keep no tensor of the caller alive."""
-    branch.value = None
+def _same_keys(keys: list[Any], new: list[Any]) -> bool:
+    """Whether the keys are equal and of equal types: True is no 1, and (True,) no (1,)."""
+    if keys != new or list(map(type, keys)) != list(map(type, new)):
+        return False
+    return tuple not in map(type, keys) or repr(keys) == repr(new)
+
+
+def _branches(branch: Branch) -> Iterator[Branch]:
+    yield branch
     for child in branch.children.values():
-        if type(child) is Leaf:
-            child.value = None
-        else:
-            assert isinstance(child, Branch)
-            _forget_values(child)
+        if isinstance(child, Branch):
+            yield from _branches(child)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from groupio.torch.clients import client_for
 from groupio.torch.members import find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
-from groupio.torch.tensors import PLAIN_TENSORS, local_part, plain_part
+from groupio.torch.tensors import PLAIN_TENSORS, Placed, all_plain, local_part, plain_part
 
 _remembered = Remembered()
 
@@ -109,6 +109,9 @@ class _Items(Mapping[str, Any]):
     def items(self) -> ItemsView[str, Any]:
         return self._items().items()
 
+    def values(self) -> ValuesView[Any]:
+        return self._items().values()
+
 
 def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> dict[str, Any]:
     """The items that stand for ``state_dict`` on this rank, the structure record last.
@@ -120,13 +123,19 @@ def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> d
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()
     with _remembered.flattened(state_dict) as tree:
         items: dict[str, Any] = {}
-        for leaf in tree.root.leaves():
+        are_plain = direct and all_plain(
+            [leaf.value for leaf in tree.leaves if type(leaf.value) in direct]
+        )
+        placed: dict[tuple[object, ...], Placed] = {}
+        for leaf in tree.leaves:
             value = leaf.value
+            note = ""
             if type(value) in direct:
-                value, note = plain_part(value, leaf.path)
+                if not are_plain:
+                    value, note = plain_part(value, leaf.path)
                 items[leaf.name] = value
             elif isinstance(value, torch.Tensor):
-                local = local_part(value, leaf.path)
+                local = local_part(value, leaf.path, placed)
                 note = local.note
                 for number, (part, box) in enumerate(local.boxes()):
                     items[part_name(leaf.name, number)] = Part(
@@ -134,10 +143,9 @@ def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> d
                     )
             else:
                 items[leaf.name] = value
-                continue
             if note:
                 tree.notes[leaf.name] = note
         if sharing is not None:
-            items = sharing.divide(items, tree.root.leaves())
+            items = sharing.divide(items, tree.leaves)
         items[STRUCTURE] = tree.record()
     return items

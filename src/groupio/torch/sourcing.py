@@ -8,6 +8,7 @@ r's, and a rank that saved none has none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from groupio.client.parts import Parts, Saved
@@ -15,6 +16,9 @@ from groupio.format.structure import Leaf
 from groupio.model import ItemKind, ItemSpec
 from groupio.plan.read import Box, cover
 from groupio.torch.tensors import Local
+
+CACHED = 1 << 10
+"""So many different ways of covering a tensor are remembered; layer after layer has the same."""
 
 
 class Read(NamedTuple):
@@ -50,11 +54,13 @@ def fill_of(local: Local, leaf: Leaf, parts: Parts) -> Fill | Missing | str:
     boxes = [piece.box for piece in local.pieces]
     own = parts.own(leaf.name)
     if own:
-        difference = _difference(local, leaf, own[0].spec)
+        spec = own[0].spec
+        difference = _difference(local, leaf, spec)
         if difference:
             return difference
-        if len(boxes) == 1 and own[0].box == boxes[0]:
-            return Fill(local, (Read(own[0], boxes[0]),) if boxes[0].size else ())
+        box = boxes[0]
+        if len(boxes) == 1 and (spec.offsets, spec.shape) == box:
+            return Fill(local, (Read(own[0], box),) if 0 not in box.shape else ())
     reads = _reads(boxes, own) if own else None
     if reads is None:
         found = parts.everyone(leaf.name, boxes)
@@ -103,14 +109,22 @@ def same_content(one: Fill, other: Fill, parts: Parts) -> bool:
 
 def _reads(boxes: Sequence[Box], saved: Sequence[Saved]) -> list[Read] | None:
     """The reads that together are ``boxes``; None when something of them was not saved."""
-    there = [one.box for one in saved]
-    reads = []
+    found = _covered(tuple(boxes), tuple([one.box for one in saved]))
+    return None if found is None else [Read(saved[n], part, piece) for n, part, piece in found]
+
+
+@lru_cache(CACHED)
+def _covered(
+    boxes: tuple[Box, ...], there: tuple[Box, ...]
+) -> tuple[tuple[int, Box, int], ...] | None:
+    """For each read the number of the saved box, the part of it, and the piece it goes to."""
+    reads: list[tuple[int, Box, int]] = []
     for piece, box in enumerate(boxes):
         found = cover(box, there)
         if found.hole is not None:
             return None
-        reads += [Read(saved[number], part, piece) for number, part in found.pieces]
-    return reads
+        reads += [(number, part, piece) for number, part in found.pieces]
+    return tuple(reads)
 
 
 def _hole(boxes: Sequence[Box], saved: Sequence[Saved]) -> str:
@@ -140,6 +154,7 @@ def _missing(name: str, differs: bool) -> Missing:
 def _difference(local: Local, leaf: Leaf, spec: ItemSpec) -> str:
     if spec.kind is not ItemKind.TENSOR:
         return "a tensor here, a plain value saved"
-    here = f"{local.note or local.dtype} {list(local.global_shape)}"
-    there = f"{leaf.note or spec.dtype} {list(spec.global_shape)}"
-    return "" if here == there else f"{here} here, {there} saved"
+    here, there = local.note or local.dtype, leaf.note or spec.dtype
+    if here == there and local.global_shape == spec.global_shape:
+        return ""
+    return f"{here} {list(local.global_shape)} here, {there} {list(spec.global_shape)} saved"

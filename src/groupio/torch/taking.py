@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,13 @@ from groupio.format.dtypes import dtype_from_name
 from groupio.format.structure import Branch, Leaf, rebuild
 from groupio.model import ItemKind
 from groupio.plan.read import Box
-from groupio.torch.sourcing import Fill, Read, Take
+from groupio.torch.sourcing import CACHED, Fill, Read, Take
 from groupio.torch.tensors import as_integers
+
+_IN_NUMPY = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8}
+)
+"""Dtypes that numpy knows, the usual ones of many."""
 
 Finish = Callable[[], Any]
 """Called when all bytes are there; returns the value."""
@@ -73,15 +79,22 @@ def _collect(
 ) -> None:
     """``array`` holds the box ``held`` of the tensor; the read fills a part of it."""
     if read.box != held:
-        corner = zip(read.box.offsets, held.offsets, read.box.shape, strict=True)
-        array = array[tuple(slice(lo - at, lo - at + size) for lo, at, size in corner)]
+        array = array[_slices(read.box, held)]
     wants.add_box(read.saved.spec, parts.rows(read.saved), read.box, array)
+
+
+@lru_cache(CACHED)
+def _slices(box: Box, held: Box) -> tuple[slice, ...]:
+    """Where ``box`` is in an array that holds the box ``held``."""
+    corner = zip(box.offsets, held.offsets, box.shape, strict=True)
+    return tuple(slice(lo - at, lo - at + size) for lo, at, size in corner)
 
 
 def _place(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], Finish | None]:
     """Host memory for a tensor, and how it gets from there to the tensor (None: it is there)."""
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
-        array: np.ndarray[Any, Any] = as_integers(tensor).numpy()
+        known = tensor if tensor.dtype in _IN_NUMPY else as_integers(tensor)
+        array: np.ndarray[Any, Any] = known.numpy()
         return array, None
     temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
     return as_integers(temporary).numpy(), lambda: tensor.copy_(temporary)

@@ -11,7 +11,10 @@ from groupio.client.arguments import check_epoch
 from groupio.errors import InvalidInput
 from groupio.format.structure import Leaf, Step, name_leaves
 
-_TRAILING = re.compile(r"(?:^|\D)(\d{1,19})/*$")
+_TRAILING = re.compile(r"(?:^|\D)(\d+)/*$")
+
+EPOCH_DIGITS_MAX = 19
+"""Epochs have no more digits."""
 
 
 def epoch_of(checkpoint_id: str | os.PathLike[str]) -> int:
@@ -26,7 +29,13 @@ def epoch_of(checkpoint_id: str | os.PathLike[str]) -> int:
             f"checkpoint_id={checkpoint_id!r} names no epoch: end it with the training step as an "
             'integer, such as "1000" or "run/step-1000"'
         )
-    return check_epoch(int(found[1]), "checkpoint_id")
+    digits = found[1].lstrip("0") or "0"
+    if len(digits) > EPOCH_DIGITS_MAX:
+        raise InvalidInput(
+            f"checkpoint_id={checkpoint_id!r} ends with an integer of {len(digits)} digits; epochs "
+            "are below 2^63: end it with the training step"
+        )
+    return check_epoch(int(digits), "checkpoint_id")
 
 
 def check_names(fqns: Iterable[str]) -> None:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from groupio.client.address import store_address
-from groupio.client.chunk_reader import read_chunks
+from groupio.client.collection import collection_paused
 from groupio.client.parts import Catalogue, Saved
+from groupio.client.shared_read import GroupedRead
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import GroupIOError, InvalidInput
@@ -38,6 +39,7 @@ from groupio.settings import Settings
 from groupio.torch.clients import client_for
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
+from groupio.torch.grouped import Host
 from groupio.torch.members import Members, find_members
 from groupio.torch.saved import SavedState
 from groupio.torch.sourcing import Take, take_of
@@ -55,6 +57,20 @@ class _Source(NamedTuple):
     manifest: ManifestReader
     parts: Catalogue
     who: tuple[int, int, int]
+
+
+class _Ready(NamedTuple):
+    """What a rank tells the coordinator with its plan: the epoch that it found, and its host."""
+
+    who: tuple[int, int, int]
+    where: dict[str, Any] | None
+
+
+class _Together(NamedTuple):
+    """What comes back: this rank's place among all, and the hosts of all."""
+
+    rank: int
+    where: list[dict[str, Any]]
 
 
 class _Unreadable(Metadata):
@@ -77,8 +93,9 @@ class GroupStorageReader(FileSystemReader):
 
     The epoch is the integer at the end of ``checkpoint_id``; without one it is the newest that is
     committed. Reads what ``GroupStorageWriter``, ``groupio.torch.save`` and ``Client.save`` made,
-    under DCP's names, onto any mesh and number of ranks; each rank reads only the chunks that it
-    needs, every one verified before use, and no pickle.
+    under DCP's names, onto any mesh and number of ranks; each rank gets only the chunks that it
+    needs, every one verified before use, and no pickle. Chunks that several ranks of a host need
+    are read from the store once and handed on, unless the load has ``no_dist=True``.
 
     Plain tensors and values that differ between the ranks belong to them: rank r gets rank r's.
     For a rank that saved none the name is missing, like one that nobody saved; the planner says so
@@ -90,7 +107,10 @@ class GroupStorageReader(FileSystemReader):
 
     ``process_group`` says which rank this process is (default: of the world of torch.distributed,
     else of the launcher), also for a load with ``no_dist=True``. ``fetch`` replaces the function
-    that reads chunks; it is called once for each load, on every rank.
+    that reads chunks; it is called once for each load, on every rank, which then reads by itself.
+
+    ``bytes_read`` from the store and ``bytes_forwarded`` by other ranks, both in whole chunks, and
+    ``notes`` are of the last load.
     """
 
     def __init__(
@@ -104,7 +124,11 @@ class GroupStorageReader(FileSystemReader):
         self._store = store_address(store)
         super().__init__(self._store)
         self._process_group = process_group
-        self._fetch = fetch or read_chunks
+        self._fetch = fetch
+        self._host: Host | None = None
+        self.bytes_read = 0
+        self.bytes_forwarded = 0
+        self.notes: tuple[str, ...] = ()
         self._checkpoint_id = ""
         self._epoch: int | None = None
         self._source: _Source | None = None
@@ -194,53 +218,83 @@ class GroupStorageReader(FileSystemReader):
         source, self._source = self._source, None
         if source is not None:
             source.reader.close()
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
 
     # -- planning --------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tell the coordinator which epoch this rank found."""
+        """Tell the coordinator which epoch this rank found, and how to reach it on its host."""
         assert self._source is not None
-        plan.storage_data = self._source.who
+        where = None
+        if self._fetch is None and dist.is_available() and dist.is_initialized():
+            self._host = Host()
+            weakref.finalize(self, self._host.close)
+            where = self._host.where()
+        plan.storage_data = _Ready(self._source.who, where)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[Any]:
-        """InvalidInput on all ranks when they found different epochs."""
+        """Tell every rank where all are; InvalidInput on all when they found different epochs."""
+        ready = [plan.storage_data for plan in plans]
         errors = {
             rank: InvalidInput(
-                f"rank 0 loads epoch {_words(plans[0])}, rank {rank} epoch {_words(plan)}: give "
+                f"rank 0 loads epoch {_words(ready[0])}, rank {rank} epoch {_words(one)}: give "
                 "all ranks the same checkpoint_id"
             )
-            for rank, plan in enumerate(plans)
-            if plan.storage_data != plans[0].storage_data
+            for rank, one in enumerate(ready)
+            if one.who != ready[0].who
         }
-        return [for_all(errors)] * len(plans) if errors else plans
+        if errors:
+            return [for_all(errors)] * len(plans)
+        where = [one.where for one in ready]
+        for rank, plan in enumerate(plans):
+            plan.storage_data = _Together(rank, where) if None not in where else None
+        return plans
 
     # -- reading ---------------------------------------------------------------------------------
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill everything, in one read.
+        """Fill everything, in one read together with the other ranks of the host.
 
-        IntegrityError for damage, StorageError when it cannot be read; the tensors have undefined
-        content after an error.
+        IntegrityError for damage, StorageError when it cannot be read; what goes wrong on another
+        rank of the host is raised too: GroupAborted, GroupTimeout or its own error, naming it.
+        The tensors have undefined content after an error.
         """
         source = self._source
         assert source is not None
-        wants = Collector()
-        finishes = [self._want(source, item, planner, wants) for item in plan.items]
-        source.reader.read_wants(
-            source.manifest,
-            wants.finish(),
-            deadline=time.monotonic() + READ_S,
-            threads=Settings.from_env().read_threads,
-            on_damage=self._report_damage,
-            fetch=self._fetch,
-        )
+        deadline = time.monotonic() + READ_S
+        with self._together(plan) as grouped:
+            with grouped.fill(source.who[1], deadline):
+                with collection_paused():
+                    wants = Collector()
+                    finishes = [self._want(source, item, planner, wants) for item in plan.items]
+                source.reader.read_wants(
+                    source.manifest,
+                    wants.finish(),
+                    deadline=deadline,
+                    threads=Settings.from_env().read_threads,
+                    on_damage=self._report_damage,
+                    fetch=self._fetch or grouped.fetch,
+                )
+            self.bytes_read = grouped.bytes_read
+            self.bytes_forwarded = grouped.bytes_forwarded
+            self.notes = tuple(grouped.notes)
         for finish in finishes:
             finish()
         self._close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _together(self, plan: LoadPlan) -> GroupedRead:
+        """This rank's part in the reading of its host, by itself where nobody else loads."""
+        together = plan.storage_data
+        if self._host is None or not isinstance(together, _Together):
+            return GroupedRead(None)
+        self._host.link(together.rank, together.where)
+        return self._host.reading_at_once()
 
     def _want(
         self, source: _Source, item: ReadItem, planner: LoadPlanner, wants: Collector
@@ -332,6 +386,6 @@ def _pickled(value: Any) -> io.BytesIO:
     return stream
 
 
-def _words(plan: LoadPlan) -> str:
-    lineage, epoch, attempt = plan.storage_data
+def _words(ready: _Ready) -> str:
+    lineage, epoch, attempt = ready.who
     return f"{epoch} (lineage {lineage}, attempt {attempt})"

@@ -139,7 +139,7 @@ class GroupStorageWriter(FileSystemWriter):
             return
         staging = self._take_staging()
         try:
-            step = _Step(os.fspath(checkpoint_id), epoch_of(checkpoint_id), staging)
+            step = _Step(str(checkpoint_id), epoch_of(checkpoint_id), staging)
         except InvalidInput as error:
             if staging is not None:
                 staging.refuse(error)
@@ -213,8 +213,10 @@ class GroupStorageWriter(FileSystemWriter):
             staging.copy(self._staging_client, self._deadline_s)
 
     def _staging_client(self) -> groupio.Client:
-        members = Members(0, 1) if self._no_dist else find_members(self._process_group)
-        return client_for(self._store, members)
+        return client_for(self._store, self._find_members())
+
+    def _find_members(self) -> Members:
+        return Members(0, 1) if self._no_dist else find_members(self._process_group)
 
     def _take_staging(self) -> Staging | None:
         """What another thread staged, for the thread that saves it."""
@@ -247,6 +249,8 @@ class GroupStorageWriter(FileSystemWriter):
                 raise step.error
             if step.staging is None:
                 check_names(item.index.fqn for item in plan.items)
+                # From here on the others hear of it when this process ends before its save.
+                client_for(self._store, step.members or self._find_members())
             else:
                 self._wait_staged(step.staging, plan)
         except GroupIOError as failed:
