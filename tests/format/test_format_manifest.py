@@ -26,7 +26,12 @@ from hypothesis import strategies as st
 from groupio.errors import FormatError, IntegrityError, InvalidInput, NotFound
 from groupio.format.envelope import RecordKind
 from groupio.format.items import encode_items, items_id
-from groupio.format.manifest import ManifestReader, decode_manifest, encode_manifest
+from groupio.format.manifest import (
+    ManifestReader,
+    PackedTables,
+    decode_manifest,
+    encode_manifest,
+)
 from groupio.format.records import segment_name
 from groupio.model import (
     CHUNK_BYTES,
@@ -245,6 +250,24 @@ def test_equal_members_are_stored_once() -> None:
     reader = reader_of(data)
     reader.verify_structure()
     assert reader.member(0).refs is reader.member(3).refs
+
+
+def test_item_tables_packed_before_are_used_again() -> None:
+    packed: PackedTables = {b"o" * 32: packed_of_another()}
+    manifest = sample_manifest()
+    plain = encode_manifest(manifest)
+    assert encode_manifest(manifest, packed) == plain
+    assert set(packed) == {member.items_id for member in manifest.members}
+    kept = dict(packed)
+    assert encode_manifest(manifest, packed) == plain
+    assert all(packed[name] is kept[name] for name in kept)
+
+
+def packed_of_another() -> tuple[Any, bytes]:
+    """What an epoch of other items left."""
+    tables: PackedTables = {}
+    encode_manifest(sample_manifest(), tables)
+    return next(iter(tables.values()))
 
 
 def test_a_root_larger_than_the_first_read() -> None:

@@ -3,7 +3,8 @@
 In the order of the data of a save:
 
 ``client``      the calls of the public API; ``arguments``, ``launch``, ``address`` check them
-``outgoing``    ``values`` and ``sources``: items of the caller -> specs, and where bytes come from
+``outgoing``    ``values`` and ``sources``: items of the caller -> specs, and where bytes come from;
+                ``forms``: what a save has in common with the one before
 ``saving``      one save: grants, ``copying`` wave after wave into the ``arena``, failures
 ``connection``  the socket to the node's agent and the thread that listens to it
 ``handle``      what has become of a save
