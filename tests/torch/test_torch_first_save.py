@@ -80,14 +80,15 @@ def test_the_first_save_finds_mapped_memory(tmp_path: Path) -> None:
 
 def test_what_was_expected_goes_with_the_client(store: str) -> None:
     gt.close()
-    until(lambda found: found["free"] == 0)
+    # Clients of other tests may still hold a little.
+    until(lambda found: found["free"] < BYTES)
     with pytest.raises(groupio.NotFound):
         gt.load({"w": torch.zeros(BYTES // 4)}, store)
     until(lambda found: found["free"] > BYTES)
     assert memory()["leased"] == 0
     assert not os.path.exists(store)
     gt.close()
-    until(lambda found: found["free"] == 0)
+    until(lambda found: found["free"] < BYTES)
 
 
 def test_a_state_that_grew_is_saved_as_ever(store: str) -> None:

@@ -348,7 +348,7 @@ def test_a_checkpoint_of_torch_is_no_store(tmp_path: Path, store: str) -> None:
     view = Path(store, "dcp", "1")
     view.mkdir(parents=True, exist_ok=True)
     (view / ".metadata").touch()
-    with pytest.raises(InvalidInput, match=f"give {store} and step=1"):
+    with pytest.raises(InvalidInput, match=f"give the store {store} and the epoch 1"):
         gt.load({"w": torch.zeros(2)}, view)
 
 
