@@ -78,7 +78,8 @@ test: tools check
 	$(BIN)/coverage run -m pytest $(PURE:%=tests/%)
 	$(BIN)/coverage report --fail-under=100 --skip-covered --show-missing \
 	    --include='$(subst $(space),$(comma),$(PURE:%=src/groupio/%/*))'
-	$(BIN)/python -m pytest $(PURE:%=--ignore=tests/%) --ignore=tests/test_tidy.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PURE:%=--ignore=tests/%) \
+	    --ignore=tests/test_tidy.py
 
 proof: tools $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m proof -o faulthandler_timeout=0

@@ -62,7 +62,9 @@ def test_bytes_are_those_of_the_shape(saved: Bench) -> None:
 
 def test_levels_come_in_order_and_limits_stand_on_every_record(saved: Bench) -> None:
     for record in saved.records:
-        assert 0 < record["stall_s"] <= record["durable_s"]
+        # Each is of the slowest rank: one may get its call back after all was durable.
+        assert record["stall_s"] > 0
+        assert record["durable_s"] > 0
         for limit in (
             *("limit_stall_s", "limit_stall_tensors_s", "limit_durable_s", "limit_hash_s"),
         ):

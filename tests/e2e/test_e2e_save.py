@@ -325,7 +325,7 @@ def test_false_replica_of_a_state_in_waves(make_node: Any, tmp_path: Path) -> No
             big = {"seed": 1, "bytes": 70 * MIB, **({"flip": byte} if one.rank else {})}
             one.send("save", epoch=epoch, items={"big": big}, replicated=["big"])
         for one in ranks:
-            assert one.answer()["error"] is None
+            one.answer()  # it may have been found out already
             with pytest.raises(ReplicaDivergence) as caught:
                 one.ask("wait", epoch=epoch, timeout_s=60)
             assert caught.value.items == ("big",)

@@ -22,6 +22,7 @@ from groupio.bench.system import open_system
 from groupio.bench.with_dcp import DcpAsync
 from groupio.bench.with_groupio import WithDoor
 
+_WARM_UP = 100
 STEPS = 4
 """Steps of one block; the first of each is not counted."""
 
@@ -56,15 +57,20 @@ def train(options: Options, place: Place, news: News) -> None:
 
 
 class _Work:
-    """Matrix products that take about ``seconds`` while all ranks compute."""
+    """Matrix products that take about ``seconds`` while all ranks compute, on one CPU each.
+
+    So one rank leaves the other CPUs free, and as many ranks as CPUs leave none.
+    """
 
     def __init__(self, seconds: float, place: Place) -> None:
+        torch.set_num_threads(1)
         self._matrix = torch.full((384, 384), 1e-3)
+        self._times = _WARM_UP
+        self.do()  # the first products are slower
         place.start()
         begin = time.monotonic()
-        for _ in range(50):
-            torch.mm(self._matrix, self._matrix)
-        each = place.largest(time.monotonic() - begin) / 50
+        self.do()
+        each = place.largest(time.monotonic() - begin) / _WARM_UP
         self._times = max(1, round(seconds / each))
 
     def do(self) -> None:

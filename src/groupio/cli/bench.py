@@ -207,7 +207,7 @@ def _bench(
     records: list[dict[str, Any]] = []
     for one in shapes:
         chosen = options.Options(shape=one, systems=systems, folder="", **fields)
-        outcome = _measure(run, chosen, store, conditions, keep)
+        outcome = _measure(run, chosen, store.resolve(), conditions, keep)
         records += outcome.records
     if json_file is not None:
         json_file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
