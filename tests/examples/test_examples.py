@@ -55,6 +55,7 @@ def test_a_job_of_two_ranks_goes_on_bit_for_bit(name: str, tmp_path: Path) -> No
     assert half.split()[-1] != whole.split()[-1]
 
 
+@pytest.mark.proof
 def test_a_sharded_job_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     run("fsdp2", tmp_path / "store", "--steps", "2", ranks=2)
     assert run("fsdp2", tmp_path / "store", "--steps", "3", ranks=1).startswith("step 3 ")
