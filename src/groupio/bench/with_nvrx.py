@@ -53,7 +53,7 @@ class CpuState(_base.TensorAwareStateDict):  # type: ignore[misc]
 
     def init_tensors(self) -> None:
         """Only replication needs it, which this benchmark does not use."""
-        raise NotImplementedError
+        raise NotImplementedError("the benchmark saves without replication")
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         """They are there."""

@@ -289,10 +289,6 @@ class SaveHandle:
         with self._condition:
             return self._error is not None or Level.RELEASED in self._reached
 
-    def _is_over(self) -> bool:
-        with self._condition:
-            return self._error is not None or Level.DURABLE in self._reached
-
     def _abandon_in_child(self) -> None:
         self._condition = threading.Condition()
 

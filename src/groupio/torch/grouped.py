@@ -9,27 +9,11 @@ from typing import Any, Self
 
 from groupio.client.shared_link import Address, Link, LinkFailed, Meeting, host_identity
 from groupio.client.shared_read import GroupedRead
-from groupio.torch.members import Council, Members
 
 log = logging.getLogger("groupio.torch")
 
 LINK_S = 20.0
 """Ranks of one host that have agreed to read together reach each other within this time."""
-
-
-def read_together(members: Members, council: Council) -> GroupedRead:
-    """This rank's part in the grouped read of its host; close it after the load.
-
-    Every member calls it at the same place of the council's series: it decides twice. Ranks of
-    other hosts, network namespaces or users read on their own or among themselves. Where the
-    ranks of a host cannot reach each other all of them read by themselves, which ``notes`` of
-    the result says. Raises what the council raises.
-    """
-    with Host(council.alone) as host:
-        opinions = council.decide(host.where(), lambda all_: {"members": all_})["members"]
-        host.link(members.rank, opinions)
-        said = council.decide(host.linked(), lambda all_: {"members": all_})["members"]
-        return host.reading(said)
 
 
 class Host:
