@@ -188,6 +188,19 @@ class NodeReport:
     members: tuple[MemberTable, ...]
 
 
+class NodeLink(msgspec.Struct, frozen=True):
+    """One node as a plan sees it: its links in bytes per second, and what fails with it.
+
+    ``fabric_ok`` False: the plan leaves this node's fabric port alone (the escape path).
+    """
+
+    node: str
+    uplink_bytes_per_s: float
+    fabric_bytes_per_s: float
+    domain: str
+    fabric_ok: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """When each level was reached, in seconds since the call of ``save``; None: not reached.

@@ -19,7 +19,7 @@ from stracing import attached
 from whole_path import WORLD, Script, Step, saves
 
 from groupio.agent.identity import Writer
-from groupio.agent.store import JobStore
+from groupio.controller.store import JobStore
 from groupio.format.records import segment_name
 from groupio.model import DecisionKey
 from groupio.protocol import effects as fx

@@ -16,10 +16,10 @@ from blake3 import blake3
 from whole_path import WORLD, Script, content_of
 
 from groupio.agent.identity import Writer, node_name
-from groupio.agent.store import JobStore
 from groupio.backend.posix import PosixBackend
 from groupio.cli.inspection import Inspection, Inspector
 from groupio.client.store_reader import StoreReader
+from groupio.controller.store import JobStore
 from groupio.errors import NotFound
 from groupio.model import EpochInfo, Level
 from groupio.testing import invariants

@@ -11,7 +11,7 @@ import pytest
 
 from groupio.agent.arena import MemberArena
 from groupio.agent.identity import Writer
-from groupio.agent.store import JobStore
+from groupio.controller.store import JobStore
 from groupio.errors import StorageError
 from groupio.model import DecisionKey
 from groupio.protocol import effects as fx

@@ -63,7 +63,7 @@ class Desk:
                     raise InvalidInput(f"a client mapped {length} bytes at {offset}: no pages")
                 driver.tell_machine(ev.AheadMapped(peer.client, offset, length))
             case msg.Settle(request_id=request_id):
-                driver.open_store(peer.job)
+                peer.job.host.open_store()
                 peer.job.settling.append((peer, request_id))
             case msg.Damaged(digests=digests):
                 log.error("%d damaged chunk(s) in %s", len(digests), peer.job.path)
@@ -72,7 +72,7 @@ class Desk:
             case msg.Bye():
                 # It writes to no lease any more, which is all that the arena's fence asks.
                 driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
-                driver.tell_controller(peer.job, ev.MemberGone(peer.client, process_gone=False))
+                peer.job.tell(ev.MemberGone(peer.client, process_gone=False))
 
     # -- clients ---------------------------------------------------------
 
@@ -107,9 +107,9 @@ class Desk:
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
         )
-        driver.tell_controller(peer.job, arrived)
-        if not peer.job.controller.store_open:
-            driver.open_store(peer.job)
+        peer.job.tell(arrived)
+        if not peer.job.host.controller.store_open:
+            peer.job.host.open_store()
 
     def _open(self, peer: Peer, job: Job, message: msg.OpenSave) -> None:
         hello = peer.hello
@@ -124,8 +124,7 @@ class Desk:
         self._driver.doors.opened(job, peer.client, message)
         self._driver.tell_machine(ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout))
         now = time.monotonic()
-        self._driver.tell_controller(
-            job,
+        job.tell(
             ev.MemberOpened(
                 node=self._driver.node,
                 client=peer.client,
@@ -155,7 +154,7 @@ class Desk:
 
     def _save_failed(self, peer: Peer, job: Job, save_id: int, error: GroupIOError) -> None:
         self._driver.tell_machine(ev.WriterStopped(peer.client, save_id))
-        self._driver.tell_controller(job, ev.MemberFailed(peer.client, save_id, error))
+        job.tell(ev.MemberFailed(peer.client, save_id, error))
 
     # -- answers ---------------------------------------------------------
 
@@ -208,14 +207,14 @@ class Desk:
             return ()
         place = ("durable: node-local path, does not survive node loss",)
         mode = (f"segments: {job.store.io_mode} writes",) if job.store.io_mode else ()
-        return (place if job.controller.node_local else ()) + mode
+        return (place if job.host.controller.node_local else ()) + mode
 
     def settle(self) -> None:
         """Answer those who wait for the epochs of earlier incarnations."""
         for job in self._driver.jobs.values():
             still = []
             for peer, request_id in job.settling:
-                if job.controller.opening or job.controller.undecided_for(peer.client):
+                if job.host.controller.opening or job.host.controller.undecided_for(peer.client):
                     still.append((peer, request_id))
                 else:
                     self._driver.send(peer, msg.Settled(request_id))
@@ -242,6 +241,6 @@ class Desk:
                 driver.metrics.set("groupio_memory_bytes", size, state)
         driver.metrics.set("groupio_memory_budget_bytes", driver.machine.ledger.budget)
         driver.metrics.set("groupio_clients", len(driver.clients))
-        in_flight = sum(len(job.controller.groups) for job in driver.jobs.values())
+        in_flight = sum(len(job.host.controller.groups) for job in driver.jobs.values())
         driver.metrics.set("groupio_groups_in_flight", in_flight)
         return driver.metrics.render()

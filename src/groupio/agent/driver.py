@@ -28,8 +28,9 @@ from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
 from groupio.agent.peer import Peer
 from groupio.agent.process import Residence
-from groupio.agent.store import JobStore
 from groupio.agent.workers import WorkerPool
+from groupio.controller.host import Host
+from groupio.controller.store import JobStore
 from groupio.errors import GroupIOError
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -75,7 +76,6 @@ class Driver:
         self._group_job: dict[int, Job] = {}
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
-        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
         self._populating = ThreadPoolExecutor(1, "populate", initializer=_yield_to_others)
         self._populates: dict[tuple[int, int], threading.Event] = {}
         """Extents that are being filled, each with the sign that it is not wanted any more."""
@@ -115,7 +115,7 @@ class Driver:
         """Take no new groups, finish what is in flight, then end."""
         self.draining = True
         for job in self.jobs.values():
-            self.tell_controller(job, ev.Drain(abort_unstaged))
+            job.tell(ev.Drain(abort_unstaged))
 
     def quit(self) -> None:
         """End now; what is not durable is lost."""
@@ -244,7 +244,7 @@ class Driver:
         """Tell the machines that a client is gone."""
         event = ev.MemberGone(peer.client, process_gone)
         if peer.job is not None:
-            self.tell_controller(peer.job, event)
+            peer.job.tell(event)
         self.tell_machine(event)
 
     def _forget_if_over(self, peer: Peer) -> None:
@@ -298,36 +298,29 @@ class Driver:
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
             store = JobStore(path, name, self.node, self.writer, hello.file_mode)
-            flushing = self.flushing
-            job = Job(
-                path,
-                store,
-                self._numbers,
-                lambda e: None,
-                flushing.delete_segments,
-                flushing.see,
-            )
-            job.answer = lambda e, job=job: self.post(  # type: ignore[misc]
-                lambda: self.tell_controller(job, e)
-            )
-            job.controller.draining = self.draining
-            self.jobs[path] = job
+            host = Host(path, store, self, self._numbers)
+            host.controller.draining = self.draining
+            job = self.jobs[path] = Job(path, store, host)
         return job
-
-    def tell_controller(self, job: Job, event: ev.ControllerEvent) -> None:
-        """Feed an event to a controller and execute its effects."""
-        self.do(lambda: self._run(job, job.controller.handle(event)))
-        if isinstance(event, ev.StoreOpened):
-            self.do(lambda: self._stand_by(job))
-            self.do(lambda: self.doors.recover(job))
 
     def tell_machine(self, event: Any) -> None:
         """Feed an event to the agent machine and execute its effects."""
-        self.do(lambda: self._run(None, self.machine.handle(event)))
+        self.do(lambda: self._run(self.machine.handle(event)))
 
-    def open_store(self, job: Job) -> None:
-        """Open the job's store if there is one, ahead of its first save."""
-        self.do(lambda: self._run(job, job.controller.open_store(create=False)))
+    def delete_segments(self, host: Host, group: int) -> None:
+        """Delete what an idle flush job wrote; called from the store's thread."""
+        self.flushing.delete_segments(group)
+
+    def see(self, group: int, rank: int, place: int, length: int) -> memoryview | None:
+        """Bytes of a lease; called from the store's thread."""
+        return self.flushing.see(group, rank, place, length)
+
+    def store_opened(self, host: Host) -> None:
+        """A controller of this process knows its store: make ready for the first saves."""
+        job = self.jobs.get(host.path)
+        if job is not None:
+            self._stand_by(job)
+            self.doors.recover(job)
 
     def _stand_by(self, job: Job) -> None:
         for peer in self.clients.values():
@@ -336,16 +329,16 @@ class Driver:
                 if length:
                     self.tell_machine(ev.SaveExpected(peer.client, length))
 
-    def _run(self, job: Job | None, effects: list[fx.Effect]) -> None:
-        for effect in effects:
-            self.do(lambda e=effect: self._execute(job, e))  # type: ignore[misc]
+    def order(self, host: Host, effect: fx.Effect) -> None:
+        """Execute an order, or tell a member, of a controller of this process."""
+        self.obey(self.jobs[host.path], effect)
 
-    def _execute(self, job: Job | None, effect: fx.Effect) -> None:
+    def obey(self, job: Job, effect: fx.Effect) -> None:
+        """Execute what the job's controller ordered."""
         match effect:
             case fx.TellReached() | fx.TellFailed():
                 self.desk.tell(effect)
             case fx.AdmitGroup(group=group):
-                assert job is not None
                 self._group_job[group] = job
                 self.tell_machine(effect)
             case fx.StartCopy() | fx.AbortGroup():
@@ -353,11 +346,17 @@ class Driver:
             case fx.CloseGroup(group=group):
                 self.tell_machine(effect)
                 self.do(lambda: self._group_closed(group))
+            case _:
+                raise AssertionError(f"not an order: {effect!r}")
+
+    def _run(self, effects: list[fx.Effect]) -> None:
+        for effect in effects:
+            self.do(lambda e=effect: self._execute(e))  # type: ignore[misc]
+
+    def _execute(self, effect: fx.Effect) -> None:
+        match effect:
             case fx.Report(event=event):
-                self.tell_controller(self._group_job[event.group], event)
-            case fx.StartTimer() | fx.StopTimer():
-                assert job is not None
-                self._timer(job, effect)
+                self._group_job[event.group].tell(event)
             case fx.OpenArena(arena=arena, client=client):
                 self.arenas[arena] = MemberArena()
                 if (peer := self.clients.get(client)) is not None:
@@ -378,8 +377,7 @@ class Driver:
             case fx.StartJob() | fx.AddWave() | fx.FinishJob() | fx.CancelJob() | fx.EndJob():
                 self.flushing.execute(effect)
             case _:
-                assert job is not None
-                job.execute(effect)
+                raise AssertionError(f"not an effect of the agent machine: {effect!r}")
 
     def job_of_group(self, group: int) -> Job:
         """The job that the group belongs to."""
@@ -387,19 +385,6 @@ class Driver:
 
     def _group_closed(self, group: int) -> None:
         self._group_job.pop(group, None)
-
-    def _timer(self, job: Job, effect: fx.StartTimer | fx.StopTimer) -> None:
-        name = (job.path, effect.name)
-        handle = self._timers.pop(name, None)
-        if handle is not None:
-            handle.cancel()
-        if isinstance(effect, fx.StartTimer):
-            assert self._loop is not None
-            self._timers[name] = self._loop.call_later(effect.delay_s, self._fire, job, effect.name)
-
-    def _fire(self, job: Job, name: str) -> None:
-        self._timers.pop((job.path, name), None)
-        self.tell_controller(job, ev.TimerFired(name))
 
     # -- memory ---------------------------------------------------------
 

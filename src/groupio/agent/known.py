@@ -47,7 +47,7 @@ class KnownIndex:
         rows = np.full(len(digests), -1, np.int64)
         if not len(self.prefix):
             return rows
-        prefix = _prefixes(digests)
+        prefix = prefixes(digests)
         at = np.searchsorted(self.prefix, prefix)
         open_ = np.arange(len(digests))
         # More than one round only where two digests share their first 8 bytes.
@@ -129,7 +129,7 @@ class KnownChunks:
     def _bury(self, digests: npt.NDArray[np.uint8], spare: set[str]) -> None:
         index = self._index
         spared = np.array([ref.name in spare for ref in index.refs], np.bool_)
-        for digest, prefix in zip(digests, _prefixes(digests), strict=True):
+        for digest, prefix in zip(digests, prefixes(digests), strict=True):
             lo = int(np.searchsorted(index.prefix, prefix))
             hi = int(np.searchsorted(index.prefix, prefix, side="right"))
             same = (index.digests[lo:hi] == digest).all(axis=1)
@@ -142,7 +142,7 @@ def _as_row(digest: bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(digest, np.uint8).reshape(1, DIGEST_BYTES)
 
 
-def _prefixes(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+def prefixes(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     whole = np.ascontiguousarray(digests).view(np.uint64).reshape(len(digests), DIGEST_BYTES // 8)
     return np.ascontiguousarray(whole[:, 0])
 
@@ -169,7 +169,7 @@ def _build(epochs: list[_Epoch], rewrite_after: int) -> KnownIndex:
         offsets.append(chunks.offsets[usable])
         segments.append(mapping[chunks.segments[usable]])
     all_digests = np.concatenate(digests)
-    prefix = _prefixes(all_digests)
+    prefix = prefixes(all_digests)
     order = np.argsort(prefix, kind="stable")
     ordered = all_digests[order]
     repeated = np.zeros(len(order), np.bool_)

@@ -97,8 +97,9 @@ class FlushJob:
     each chunk of the wave is hashed and, if new, written (its memory may be reused, nothing is
     durable yet); then once either ``on_done(report)`` (everything the report names is durable) or
     ``on_error(error)`` (the job has stopped; ``cancel`` it). With ``write=False`` chunks are only
-    hashed: the report has no segments. With ``framed=True`` the segments of this job also have the
-    frames through which torch reads the tensors in them (:mod:`groupio.format.frames`).
+    hashed: the report names no segments but older ones. With ``framed=True`` the segments of this
+    job also have the frames through which torch reads the tensors in them
+    (:mod:`groupio.format.frames`).
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class FlushJob:
         self._key = key
         self._node = node
         self._write = write
-        self._known: KnownIndex | None = known.index if known is not None and write else None
+        self._known: KnownIndex | None = known.index if known is not None else None
         self._workers = workers
         self._on_wave = on_wave
         self._on_done = on_done

@@ -110,7 +110,10 @@ class SegmentWriter:
         key: DecisionKey,
         node: str,
         framed: bool = False,
+        first_seq: int = 0,
     ) -> None:
+        """``first_seq`` is the number of the first segment: those before it are of others."""
+        self.first_seq = first_seq
         self._backend = backend
         self._framed = framed
         self._store_id = store_id
@@ -120,6 +123,11 @@ class SegmentWriter:
         self._segments: list[Segment] = []
         self._waiting: list[Batch] = []
         self._number = 0
+
+    @property
+    def count(self) -> int:
+        """How many segments were begun."""
+        return len(self._segments)
 
     def append(self, digests: Sequence[bytes], new: NewChunks, tensors: Tensors) -> Place:
         """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
@@ -244,7 +252,7 @@ class SegmentWriter:
             if last.end + nbytes <= limit and not crowded:
                 return last
             last.full = True
-        seq = len(self._segments)
+        seq = self.first_seq + len(self._segments)
         segment = Segment(seq, segment_name(self._key, self._node, seq))
         self._segments.append(segment)
         return segment

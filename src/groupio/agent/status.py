@@ -48,7 +48,7 @@ def status(driver: Driver) -> dict[str, Any]:
 
 
 def _job(driver: Driver, job: Job) -> dict[str, Any]:
-    controller, now = job.controller, time.monotonic()
+    controller, now = job.host.controller, time.monotonic()
     incarnation = controller.incarnation
     return {
         "store": job.path,

@@ -9,14 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from groupio.errors import GroupIOError
-from groupio.model import DecisionKey, Level, Lineage, NodeReport
+from groupio.model import DecisionKey, Level, Lineage, NodeLink, NodeReport
 from groupio.plan.layout import Wave
+from groupio.protocol.events import SealedRecord
 
 
-class _Effect(msgspec.Struct, frozen=True):
-    """Base of all effects: structs, because a starting agent would define dataclasses slowly."""
+class _Effect(msgspec.Struct, frozen=True, tag=True):
+    """Base of all effects: tagged structs, so that they can travel between nodes."""
 
 
 class MemberSeat(_Effect, frozen=True):
@@ -52,6 +55,9 @@ class OpenStore(_Effect, frozen=True):
 
     held: tuple[DecisionKey, ...]
     create: bool
+    resume: bool = False
+    """Leave unprepared attempts alone whose bytes other nodes may still hold; name them in
+    ``StoreState.undecided``."""
 
 
 class CreateLineage(_Effect, frozen=True):
@@ -67,6 +73,8 @@ class PublishInflight(_Effect, frozen=True):
     key: DecisionKey
     incarnation: int
     world_size: int
+    nodes: tuple[str, ...] = ()
+    """The nodes whose members take part."""
 
 
 class PrepareEpoch(_Effect, frozen=True):
@@ -133,6 +141,86 @@ class AdmitGroup(_Effect, frozen=True):
     when_full: str
     door: str = ""
     """The view whose frames the segments need, or none."""
+    planned: bool = False
+    """Hash, report and wait for StoreChunks, instead of writing at once."""
+    replica_bytes: int = 0
+    """Reserve so much for chunks of other nodes too."""
+    wait: bool = True
+    """Without room: wait for it, or answer NodeBusy at once."""
+    incarnation: int = 0
+    world_size: int = 0
+
+
+class RetractGroup(_Effect, frozen=True):
+    """Give the memory of an admitted group that has not begun back; it will be asked for again."""
+
+    node: str
+    group: int
+
+
+class MakePlan(_Effect, frozen=True):
+    """Plan who stores, moves and keeps what: :func:`groupio.plan.grouped.plan_group`."""
+
+    group: int
+    round: int
+    reports: tuple[NodeReport, ...]
+    nodes: tuple[NodeLink, ...]
+    replicas: int
+    shares: dict[str, int]
+    lost: tuple[str, ...]
+    done: tuple[NodeReport, ...]
+    copies: dict[str, npt.NDArray[np.uint8]]
+
+
+class StoreChunks(_Effect, frozen=True):
+    """Do this node's part of the plan; answer NodeReplicated and NodeStored, or NodeShort.
+
+    ``order`` is a :class:`groupio.plan.grouped.NodeOrder`, ``addresses`` are where peers serve.
+    ``record`` is to be kept until the group is closed. A later round comes on top of earlier ones.
+    """
+
+    node: str
+    group: int
+    round: int
+    order: Any
+    addresses: dict[str, str]
+    record: SealedRecord | None = None
+
+
+class AdoptGroup(_Effect, frozen=True):
+    """A new controller goes on with the group of this key, under this number."""
+
+    node: str
+    key: DecisionKey
+    group: int
+
+
+class DropHeld(_Effect, frozen=True):
+    """A new controller does not go on with the group of this key: stop its work and forget it.
+
+    Its segments are deleted unless ``keep_segments``.
+    """
+
+    node: str
+    key: DecisionKey
+    committed: bool
+    keep_segments: bool
+
+
+class RefuseNode(_Effect, frozen=True):
+    """The agent cannot take part: tell it why and close its connection."""
+
+    node: str
+    life: str
+    error: GroupIOError
+
+
+class TellUnreachable(_Effect, frozen=True):
+    """Tell a member that its save goes on, but cannot reach this level."""
+
+    seat: MemberSeat
+    level: Level
+    error: GroupIOError
 
 
 class StartCopy(_Effect, frozen=True):
@@ -252,6 +340,36 @@ class FinishJob(_Effect, frozen=True):
     """All waves of all members are with the job: store the rest and report."""
 
     group: int
+
+
+class RunOrder(_Effect, frozen=True):
+    """Do one round of a planned group's flush; feed JobReplicated and JobStored, or JobShort.
+
+    Fetched chunks that are kept go to ``arena`` at ``offset``, at most ``length`` bytes.
+    """
+
+    group: int
+    round: int
+    order: Any
+    addresses: dict[str, str]
+    arena: int
+    offset: int
+    length: int
+
+
+class KeepContent(_Effect, frozen=True):
+    """The group is committed: its chunks may be served to readers from where they lie."""
+
+    group: int
+    key: DecisionKey
+
+
+class DropContent(_Effect, frozen=True):
+    """This range of an arena is about to hold other bytes: serve nothing from it any more."""
+
+    arena: int
+    offset: int
+    length: int
 
 
 class CancelJob(_Effect, frozen=True):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from groupio.errors import GroupIOError
-from groupio.model import DecisionKey, Lineage, NodeReport
+from groupio.model import DecisionKey, Lineage, NodeLink, NodeReport
 from groupio.plan.layout import Layout
 
 
-class _Event(msgspec.Struct, frozen=True):
-    """Base of all events: structs, because a starting agent would define dataclasses slowly."""
+class _Event(msgspec.Struct, frozen=True, tag=True):
+    """Base of all events: tagged structs, so that they can travel between nodes."""
 
 
 class Process(_Event, frozen=True):
@@ -65,6 +67,8 @@ class MemberOpened(_Event, frozen=True):
     metadata: dict[str, Any] = {}
     door: str = ""
     """The view that is to be made of the epoch: "dcp", or none."""
+    replicas: int = 1
+    """Nodes in different failure domains that are to hold the bytes at level REPLICATED."""
 
     @property
     def remaining_s(self) -> float:
@@ -109,12 +113,67 @@ class NodeRefused(_Event, frozen=True):
     error: GroupIOError
 
 
-class NodeStored(_Event, frozen=True):
-    """Every unique chunk of the node is hashed and durable in its segments."""
+class NodeBusy(_Event, frozen=True):
+    """The node has no room for the group now; it was asked not to wait."""
+
+    group: int
+    node: str
+
+
+class NodeHashed(_Event, frozen=True):
+    """Every chunk of the node's members is hashed and in its memory.
+
+    ``report.chunks.segments`` names older segments only, -1 where the chunk is not stored.
+    """
 
     group: int
     node: str
     report: NodeReport
+
+
+class Planned(_Event, frozen=True):
+    """Answer to MakePlan; ``plan`` is a :class:`groupio.plan.grouped.GroupPlan`."""
+
+    group: int
+    round: int
+    plan: Any = None
+    error: GroupIOError | None = None
+
+
+class NodeReplicated(_Event, frozen=True):
+    """The node holds, verified, all chunks that it keeps of this round, and its sealed record.
+
+    ``copies`` uint8[n, 32] are the digests of all replicas that it holds of the group.
+    """
+
+    group: int
+    node: str
+    round: int
+    copies: npt.NDArray[np.uint8]
+
+
+class NodeShort(_Event, frozen=True):
+    """No peer gave the node these chunks (``digests`` uint8[n, 32]); ``liars`` sent wrong bytes."""
+
+    group: int
+    node: str
+    round: int
+    digests: npt.NDArray[np.uint8]
+    asked: tuple[str, ...]
+    liars: tuple[str, ...] = ()
+
+
+class NodeStored(_Event, frozen=True):
+    """Every chunk that the node has to write is durable in its segments.
+
+    In a planned group the report has further rows for the chunks that it wrote for other nodes,
+    and -1 where another node writes.
+    """
+
+    group: int
+    node: str
+    report: NodeReport
+    round: int = 0
 
 
 class NodeFailed(_Event, frozen=True):
@@ -130,6 +189,76 @@ class NodeIdle(_Event, frozen=True):
 
     group: int
     node: str
+
+
+class SealedRecord(_Event, frozen=True):
+    """What k nodes keep of a sealed group, so that any controller can finish it."""
+
+    key: DecisionKey
+    incarnation: int
+    world_size: int
+    opened: tuple[MemberOpened, ...]
+    """All members, by rank."""
+    reports: tuple[NodeReport, ...]
+    """What all nodes hashed."""
+
+
+class HeldGroup(_Event, frozen=True):
+    """A group of an earlier controller that a node still has in memory."""
+
+    key: DecisionKey
+    incarnation: int
+    world_size: int
+    group: int
+    """The number that the earlier controller gave it."""
+    opened: tuple[MemberOpened, ...]
+    """The members of this node."""
+    copied: tuple[int, ...]
+    """Those of them whose bytes are all in memory."""
+    planned: bool
+    copies: npt.NDArray[np.uint8]
+    """Digests of the replicas that the node holds, uint8[n, 32]."""
+    hashed: NodeReport | None = None
+    stored: NodeReport | None = None
+    record: SealedRecord | None = None
+
+
+class NodeJoined(_Event, frozen=True):
+    """An agent takes part in the job; the same life joins again after a lost connection."""
+
+    node: str
+    life: str
+    address: str
+    """Where peers reach its fabric."""
+    link: NodeLink
+    store_id: str
+    held: tuple[HeldGroup, ...] = ()
+    clients: tuple[ClientArrived, ...] = ()
+    opens: tuple[MemberOpened, ...] = ()
+    """Saves of its clients that have no group yet, or whose group is not in ``held``."""
+
+
+class NodeLost(_Event, frozen=True):
+    """The agent is gone, or nothing was heard of it for too long."""
+
+    node: str
+    life: str
+    why: str
+
+
+class LinkMeasured(_Event, frozen=True):
+    """What the node's links have free now; ``fabric_ok`` False: plan without its fabric port."""
+
+    link: NodeLink
+
+
+class UndecidedAttempt(_Event, frozen=True):
+    """An attempt in the store that is neither decided nor prepared, and the nodes it names."""
+
+    key: DecisionKey
+    incarnation: int
+    world_size: int
+    nodes: tuple[str, ...]
 
 
 class CommittedEpoch(_Event, frozen=True):
@@ -151,6 +280,9 @@ class StoreState(_Event, frozen=True):
     """The highest incarnation that any record names; 0 in a new store."""
     node_local: bool = True
     """The store is lost with this node: REMOTE is reached together with DURABLE."""
+    undecided: tuple[UndecidedAttempt, ...] = ()
+    """Attempts that OpenStore left alone because nodes may still hold their bytes."""
+    store_id: str = ""
 
 
 class StoreOpened(_Event, frozen=True):
@@ -263,11 +395,37 @@ class WaveStored(_Event, frozen=True):
     wave: int
 
 
-class JobStored(_Event, frozen=True):
-    """The node's flush job ended well."""
+class JobHashed(_Event, frozen=True):
+    """The flush job of a planned group has hashed all waves of all members."""
 
     group: int
     report: NodeReport
+
+
+class JobReplicated(_Event, frozen=True):
+    """The flush job holds all chunks that it keeps of this round; ``copies`` uint8[n, 32]."""
+
+    group: int
+    round: int
+    copies: npt.NDArray[np.uint8]
+
+
+class JobShort(_Event, frozen=True):
+    """The flush job got these chunks (uint8[n, 32]) from no peer."""
+
+    group: int
+    round: int
+    digests: npt.NDArray[np.uint8]
+    asked: tuple[str, ...]
+    liars: tuple[str, ...] = ()
+
+
+class JobStored(_Event, frozen=True):
+    """The node's flush job ended well, in a planned group: this round of it."""
+
+    group: int
+    report: NodeReport
+    round: int = 0
 
 
 class JobFailed(_Event, frozen=True):
@@ -290,8 +448,22 @@ class WriterStopped(_Event, frozen=True):
     save_id: int
 
 
+class ControllerLeft(_Event, frozen=True):
+    """The controller of these groups is lost; another one will adopt or drop them."""
+
+    groups: tuple[int, ...]
+
+
 ControllerEvent = (
-    ClientArrived
+    NodeJoined
+    | NodeLost
+    | LinkMeasured
+    | NodeBusy
+    | NodeHashed
+    | Planned
+    | NodeReplicated
+    | NodeShort
+    | ClientArrived
     | MemberOpened
     | MemberCopied
     | MemberFailed

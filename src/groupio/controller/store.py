@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from groupio.agent.differing import See, check_replicas
 from groupio.agent.identity import Writer
 from groupio.agent.known import KnownChunks
-from groupio.agent.recovery import recover
 from groupio.backend.posix import PosixBackend
+from groupio.controller.differing import See, check_replicas
+from groupio.controller.recovery import recover
 from groupio.errors import (
     GroupIOError,
     IntegrityError,
@@ -70,7 +70,9 @@ class JobStore:
         assert self._backend is not None
         return self._backend
 
-    def open(self, held: Sequence[DecisionKey], *, create: bool = True) -> ev.StoreState:
+    def open(
+        self, held: Sequence[DecisionKey], *, create: bool = True, resume: bool = False
+    ) -> ev.StoreState:
         """Open (and with ``create`` make) the store, decide what is undecided, list the rest.
 
         NotFound, and nothing is written, when there is no store and ``create`` is not set.

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from plan_help import report, tensor
 
-from groupio.agent.differing import check_replicas
+from groupio.controller.differing import check_replicas
 from groupio.errors import InvalidInput, ReplicaDivergence, from_wire, to_wire
 from groupio.model import ItemSpec, NodeReport
 from groupio.plan.dedup import merge

@@ -1,0 +1,1 @@
+"""How bytes move between nodes: TCP, collectives of torch, transfer engines."""
