@@ -45,7 +45,7 @@ $(VENV)/.torch-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[torch,dev,examples]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[torch,dev,examples,etcd,mooncake]'
 	@touch $@ $(VENV)/.torch-installed
 
 demo: $(VENV)/.torch-installed

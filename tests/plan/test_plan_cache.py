@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_help import raw, report
 
 from groupio.errors import InvalidInput
+from groupio.plan.bundles import bundle
 from groupio.plan.cache import PlanCache
-from groupio.plan.merge import merge, structure
+from groupio.plan.grouped import structure
+from groupio.plan.merge import merge
 
 KEYS = st.sampled_from([b"f1", b"f2", b"f3"])
 SHAPES = st.sampled_from([b"s1", b"s2"])
@@ -50,7 +53,10 @@ def test_a_lost_replica_refuses_the_plan() -> None:
 
     def duplicates(*saved: str) -> bytes:
         reports = [report("n0", {r: (items, values) for r, values in enumerate(saved)})]
-        return structure(reports, merge(reports))
+        merged = merge(reports)
+        wanted = np.ones(len(merged.lengths), np.bool_)
+        found = bundle(merged.lengths, merged.holder_set, merged.holder_sets, wanted)
+        return structure(found.classes)
 
     cache: PlanCache[str] = PlanCache(4)
     cache.put(b"f", duplicates("ab", "ab"), "plan")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from groupio.model import (
     ItemKind,
     ItemSpec,
     Manifest,
+    NodeLink,
     NodeReport,
     SegmentRef,
 )
@@ -29,7 +31,6 @@ from groupio.plan.dedup import (
     fingerprint,
     merge,
 )
-from groupio.plan.write import Link
 
 W = tensor("w", (4,), replicated=True)
 OWN = tensor("own", (4,))
@@ -194,7 +195,7 @@ def test_a_rank_on_two_nodes_is_refused() -> None:
 def test_fingerprint_depends_on_all_it_names() -> None:
     ids = {0: digest("a"), 1: digest("b")}
     where = {"n0": [0], "n1": [1]}
-    links = [Link("n0", 1e9), Link("n1", 2e9)]
+    links = [NodeLink("n0", 1e9, 5e9, "a"), NodeLink("n1", 2e9, 5e9, "b")]
     known = fingerprint(ids, where, links=links)
     assert known == fingerprint(dict(reversed(ids.items())), where, ["n1", "n0"], links)
     assert known == fingerprint(ids, dict(reversed(where.items())), links=links)
@@ -207,7 +208,15 @@ def test_fingerprint_depends_on_all_it_names() -> None:
         fingerprint(ids, where, ["n0"], links),
         fingerprint(ids, where, [], links),
         fingerprint(ids, where, links=links[::-1]),
-        fingerprint(ids, where, links=[Link("n0", 1e9), Link("n1", 1e9)]),
+        *(
+            fingerprint(ids, where, links=[links[0], msgspec.structs.replace(links[1], **change)])
+            for change in (
+                {"uplink_bytes_per_s": 1e9},
+                {"fabric_bytes_per_s": 1e9},
+                {"domain": "a"},
+                {"fabric_ok": False},
+            )
+        ),
         fingerprint(ids, where),
     ]
     assert len({known, *others}) == len(others) + 1

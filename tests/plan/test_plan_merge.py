@@ -1,4 +1,4 @@
-"""Equal digests are one chunk over all nodes; structure ignores what the bytes are."""
+"""Equal digests are one chunk over all nodes, and the nodes that have it are its holders."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_help import digest, member, raw, report
+from plan_help import digest, member, raw
 
 from groupio.errors import IntegrityError, InvalidInput, Retry
 from groupio.model import ChunkTable, NodeReport
-from groupio.plan.merge import merge, structure
+from groupio.plan.merge import find_holders, find_rows, merge
 
 
 def bare(node: str, digests: list[bytes], lengths: list[int] | None = None) -> NodeReport:
@@ -85,61 +85,25 @@ def test_reports_that_cannot_be_are_refused() -> None:
             merge([wrong])
 
 
-def merged_structure(reports: list[NodeReport]) -> bytes:
-    return structure(reports, merge(reports))
-
-
-ITEMS = [raw(f"i{i}", 64) for i in range(3)]
-
-
-def test_structure_ignores_bytes_and_arrival_order() -> None:
-    first = [
-        report("n0", {0: (ITEMS, "abc"), 1: (ITEMS, "abd")}),
-        report("n1", {2: (ITEMS, "xbx")}),
+@given(held=st.lists(DIGESTS, max_size=12), asked=st.lists(DIGESTS, max_size=12))
+@settings(deadline=None)
+def test_chunks_are_found_by_digest(held: list[bytes], asked: list[bytes]) -> None:
+    merged = merge([bare("n", held)])
+    known = [row.tobytes() for row in merged.digests]
+    table = np.frombuffer(b"".join(asked), np.uint8).reshape(-1, 32)
+    assert find_rows(merged, table).tolist() == [
+        known.index(d) if d in known else -1 for d in asked
     ]
-    same = [report("n0", {0: (ITEMS, "qrs"), 1: (ITEMS, "qrt")}), report("n1", {2: (ITEMS, "yry")})]
-    assert merged_structure(first) == merged_structure(same)
-    base = first[0]
-    back = np.arange(len(base.chunks))[::-1]
-    turned = NodeReport(
-        base.node,
-        base.segments,
-        ChunkTable(
-            base.chunks.digests[back],
-            base.chunks.lengths[back],
-            base.chunks.segments[back],
-            base.chunks.offsets[back],
-        ),
-        tuple(
-            member(m.rank, m.items, (len(base.chunks) - 1 - m.refs).tolist()) for m in base.members
-        ),
-    )
-    assert merged_structure([turned, first[1]]) == merged_structure(first)
 
 
-def test_structure_sees_every_change() -> None:
-    def two(one: str, other: str, rank: int = 1, node: str = "n1") -> list[NodeReport]:
-        return [report("n0", {0: (ITEMS, one)}), report(node, {rank: (ITEMS, other)})]
-
-    base = two("abc", "abd")
-    changed = {
-        "a duplicate less": two("abc", "aed"),
-        "a duplicate more": two("abc", "abc"),
-        "another duplicate": two("abc", "adc"),
-        "a duplicate inside": two("aac", "aad"),
-        "another rank": two("abc", "abd", rank=2),
-        "another node": two("abc", "abd", node="n2"),
-        "not stored": [base[0], report("n1", {1: (ITEMS, "abd")}, stored=False)],
-        "other lengths": [
-            report("n0", {0: ([*ITEMS[:2], raw("i2", 65)], "abc")}),
-            base[1],
-        ],
-        "fewer nodes": base[:1],
-    }
-    known = merged_structure(base)
-    for what, reports in changed.items():
-        assert merged_structure(reports) != known, what
-
-
-def test_structure_of_nothing() -> None:
-    assert len(merged_structure([])) == 32
+@given(held=st.lists(st.sets(st.integers(0, 9)), max_size=4), scale=st.sampled_from([1, 40]))
+@settings(deadline=None)
+def test_holders_are_the_different_sets(held: list[set[int]], scale: int) -> None:
+    # Far apart, so that sets differ in more than one word of bits.
+    rows = [np.array([], np.int64) for _ in range(scale * len(held))]
+    for holder, mine in enumerate(held):
+        rows[holder * scale] = np.array(sorted(mine), np.int64)
+    number, sets = find_holders(rows, 10)
+    expected = [tuple(h * scale for h, mine in enumerate(held) if c in mine) for c in range(10)]
+    assert [sets[i] for i in number] == expected
+    assert list(sets) == list(dict.fromkeys(expected))

@@ -38,8 +38,8 @@ class PlanCache(Generic[Plan]):
     def get(self, fingerprint: bytes, structure: bytes) -> Plan | None:
         """The plan for this group and these duplicates, or None.
 
-        ``fingerprint`` is :func:`groupio.plan.dedup.fingerprint` of the group, ``structure`` is
-        :func:`groupio.plan.merge.structure` of this epoch's reports.
+        ``fingerprint`` is :func:`groupio.plan.dedup.fingerprint` of the group with its links,
+        ``structure`` is :func:`groupio.plan.grouped.structure` of this epoch's classes.
         """
         found = self._plans.get(fingerprint)
         if found is None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
@@ -24,14 +25,12 @@ from groupio.model import (
     ItemSpec,
     Manifest,
     MemberTable,
+    NodeLink,
     NodeReport,
     SegmentRef,
 )
 from groupio.plan.layout import lay_out
 from groupio.plan.merge import Merged, merge
-
-if TYPE_CHECKING:
-    from groupio.plan.write import Link
 
 __all__ = [
     "Divergence",
@@ -98,13 +97,13 @@ def fingerprint(
     items_ids: Mapping[int, bytes],
     topology: Mapping[str, Sequence[int]],
     live: Iterable[str] | None = None,
-    links: Sequence[Link] = (),
+    links: Sequence[NodeLink] = (),
 ) -> bytes:
     """BLAKE3 over all that a plan depends on besides the content.
 
     ``items_ids`` are the ids of the item tables (names, shapes, dtypes, offsets) by rank,
     ``topology`` the ranks on each node, ``live`` the nodes that are alive (None: all of them),
-    ``links`` the links in the order in which plans number them.
+    ``links`` the nodes' links in the order in which plans number them.
     """
     hasher = blake3(b"groupio fingerprint 1")
 
@@ -122,7 +121,7 @@ def fingerprint(
         put(node.encode(), ",".join(map(str, topology[node])).encode())
     alive = sorted(topology if live is None else set(live))
     put(b"live", *(node.encode() for node in alive))
-    put(b"links", *(f"{link.bytes_per_s!r} {link.name}".encode() for link in links))
+    put(b"links", *(repr(msgspec.structs.astuple(link)).encode() for link in links))
     return hasher.digest()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from groupio.errors import IntegrityError, InvalidInput, Retry
 from groupio.model import DIGEST_BYTES, NodeReport
@@ -47,65 +46,31 @@ def merge(reports: Sequence[NodeReport]) -> Merged:
         _check_refs(report)
     digests = _join([report.chunks.digests for report in reports], np.uint8, (0, DIGEST_BYTES))
     lengths = _join([report.chunks.lengths for report in reports], np.int64, (0,))
-    ids, first = _group_equal(digests)
-    unique = lengths[first]
-    wrong = np.flatnonzero(unique[ids] != lengths)
-    if len(wrong):
-        name = digests[wrong[0]].tobytes().hex()
-        raise IntegrityError(
-            f"chunk {name} is reported with {int(lengths[wrong[0]])} and with"
-            f" {int(unique[ids[wrong[0]]])} bytes; one of the agents is damaged",
-            chunk=name,
-            retry=Retry.WHOLE,
-        )
-    borders = np.cumsum([len(report.chunks) for report in reports])
-    rows = tuple(np.split(ids, borders[:-1])) if reports else ()
-    holder_set, holder_sets = _holders(rows, len(first))
+    leader, again = _first_equal(digests)
+    _check_lengths(digests, lengths, leader, again)
     # One report without duplicates keeps its own arrays.
-    whole = len(first) == len(ids)
+    first = np.delete(np.arange(len(leader)), again) if len(again) else None
+    number = np.arange(len(leader)) if first is None else _numbers(leader, first)
+    borders = np.cumsum([len(report.chunks) for report in reports])
+    rows = tuple(np.split(number, borders[:-1])) if reports else ()
+    n = len(leader) - len(again)
+    holder_set, holder_sets = find_holders(rows, n)
     return Merged(
         nodes=nodes,
-        digests=digests if whole else digests[first],
-        lengths=lengths if whole else unique,
+        digests=digests if first is None else digests[first],
+        lengths=lengths if first is None else lengths[first],
         rows=rows,
         holder_set=holder_set,
         holder_sets=holder_sets,
     )
 
 
-def structure(reports: Sequence[NodeReport], merged: Merged) -> bytes:
-    """BLAKE3 over which chunks of the members are equal, whatever their bytes are.
-
-    Two epochs have an equal structure when a plan over one fits the other: the same members on
-    the same nodes have the same chunk lengths, the same duplicates with the same holders, and the
-    same chunks wait to be stored. ``merged`` is ``merge(reports)``.
-    """
-    hasher = blake3(b"groupio structure 1")
+def find_rows(merged: Merged, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """The unique chunks that ``digests`` (uint8[m, 32]) name: int64[m], -1 where there is none."""
     n = len(merged.lengths)
-    refs = [
-        (report.node, member.rank, rows[member.refs])
-        for report, rows in zip(reports, merged.rows, strict=True)
-        for member in report.members
-    ]
-    # Chunks are numbered as the members first name them, those that no member names come last:
-    # their order in the reports depends on when each was hashed.
-    named = np.concatenate([np.empty(0, np.int64), *(rows for _, _, rows in refs), np.arange(n)])
-    first = np.unique(named, return_index=True)[1]
-    order = np.argsort(first, kind="stable")
-    number = np.empty(n, np.int64)
-    number[order] = np.arange(n)
-    for node, rank, rows in refs:
-        name = node.encode()
-        hasher.update(b"%d %d %d " % (len(name), rank, len(rows)))
-        hasher.update(name)
-        hasher.update(number[rows].tobytes())
-    stored = np.zeros(n, np.bool_)
-    for report, rows in zip(reports, merged.rows, strict=True):
-        stored[rows[report.chunks.segments >= 0]] = True
-    hasher.update(repr((merged.nodes, merged.holder_sets)).encode())
-    for column in (merged.lengths, merged.holder_set, stored):
-        hasher.update(column[order].tobytes())
-    return hasher.digest()
+    leader, _ = _first_equal(np.concatenate((merged.digests, digests)))
+    found = leader[n:]
+    return np.where(found < n, found, -1)
 
 
 def _check_refs(report: NodeReport) -> None:
@@ -125,60 +90,121 @@ def _join(parts: list[npt.NDArray[Any]], dtype: type, shape: tuple[int, ...]) ->
     return np.concatenate([np.empty(shape, dtype), *parts])
 
 
-def _group_equal(
+def _check_lengths(
+    digests: npt.NDArray[np.uint8],
+    lengths: npt.NDArray[np.int64],
+    leader: npt.NDArray[np.int64],
+    again: npt.NDArray[np.int64],
+) -> None:
+    wrong = again[lengths[leader[again]] != lengths[again]]
+    if len(wrong):
+        name = digests[wrong[0]].tobytes().hex()
+        raise IntegrityError(
+            f"chunk {name} is reported with {int(lengths[wrong[0]])} and with"
+            f" {int(lengths[leader[wrong[0]]])} bytes; one of the agents is damaged",
+            chunk=name,
+            retry=Retry.WHOLE,
+        )
+
+
+def _numbers(leader: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The number of each row's value, where ``first`` are the rows that lead, ascending."""
+    number = np.empty(len(leader), np.int64)
+    number[first] = np.arange(len(first))
+    numbers: npt.NDArray[np.int64] = number[leader]
+    return numbers
+
+
+def _first_equal(
     digests: npt.NDArray[np.uint8],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Number of each row's value by first appearance, and the rows where values first appear."""
+    """The first row that has the same digest, for each row; and the rows for which it is another,
+    ascending."""
     n = len(digests)
-    if not n:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
     words = np.ascontiguousarray(digests).view(np.uint64).reshape(n, DIGEST_BYTES // 8)
-    # Digests are random bytes: the first word orders them, one column is sorted instead of four.
-    order = np.argsort(words[:, 0], kind="stable")
-    same, tie = _equal_neighbours(words[order])
-    if tie:
-        order = np.lexsort(words.T[::-1])
-        same, _ = _equal_neighbours(words[order])
-    start = np.concatenate(([True], ~same))
-    first = order[start]  # both sorts are stable: the lowest row of each value
-    is_first = np.zeros(n, np.bool_)
-    is_first[first] = True
-    number = np.cumsum(is_first) - 1
-    ids = np.empty(n, np.int64)
-    ids[order] = number[first][np.cumsum(start) - 1]
-    return ids, np.flatnonzero(is_first)
+    # Digests are random bytes, so that a part of the first word tells nearly all of them apart.
+    # Its low bits make room for the row: one column of integers is sorted, and sorts stably.
+    bits = np.uint64(n.bit_length())
+    keys = (words[:, 0] >> bits << bits) | np.arange(n, dtype=np.uint64)
+    keys.sort()
+    order = (keys & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
+    keys >>= bits
+    leader, again = _lead(order, keys[1:] == keys[:-1])
+    # Row by row with the first one, which is in the processor's cache where there are many.
+    differ = words[again]
+    differ ^= words[leader[again]]
+    if (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]).any():
+        order = np.lexsort((np.arange(n), *words.T[::-1]))
+        leader, again = _lead(order, (words[order[1:]] == words[order[:-1]]).all(axis=1))
+    return leader, again
 
 
-def _equal_neighbours(
-    words: npt.NDArray[np.uint64],
-) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Which sorted rows equal the one before, and whether different rows share a first word."""
-    equal = words[1:] == words[:-1]
-    same = equal.all(axis=1)
-    return same, bool((equal[:, 0] & ~same).any())
+def _lead(
+    order: npt.NDArray[np.int64], same: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The same for rows in sorted ``order``, of which some are the ``same`` as the one before."""
+    leader = np.arange(len(order))
+    twins = np.flatnonzero(same) + 1
+    # Twins in a row are one run, and the row before leads it.
+    starts = np.flatnonzero(np.diff(twins, prepend=-1) != 1)
+    leader[order[twins]] = np.repeat(order[twins[starts] - 1], np.diff(starts, append=len(twins)))
+    return leader, np.sort(order[twins])
 
 
-def _holders(
+def find_holders(
     rows: Sequence[npt.NDArray[np.int64]], n: int
 ) -> tuple[npt.NDArray[np.int32], tuple[tuple[int, ...], ...]]:
-    if len(rows) <= 1:
-        return np.zeros(n, np.int32), tuple((r,) for r in range(len(rows)))
-    held = np.zeros((len(rows), n), np.bool_)
-    for report, mine in enumerate(rows):
-        held[report, mine] = True
-    # Eight nodes are one byte; sets are told apart eight bytes at a time, so that each step sorts
-    # one column of integers.
-    packed = np.packbits(held, axis=0, bitorder="little")
-    packed = np.concatenate((packed, np.zeros((-len(packed) % 8, n), np.uint8)))
-    words = np.ascontiguousarray(packed.T).view(np.uint64)
-    code: npt.NDArray[Any] = words[:, 0]
-    for column in words.T[1:]:
-        code = np.unique(code, return_inverse=True)[1] * n
-        code += np.unique(column, return_inverse=True)[1]
-    # Numbered by first appearance: the same structure gives the same numbers in every epoch.
-    _, example, code = np.unique(code, return_index=True, return_inverse=True)
-    by_row = np.argsort(example)
-    number = np.empty(len(by_row), np.int32)
+    """Which of ``n`` chunks the holders ``rows`` (chunk numbers, each int64) have in common.
+
+    Returns int32[n], an index into the different sets of holders, which are numbered by first
+    appearance: the same structure gives the same numbers in every epoch. A chunk that nobody holds
+    has the empty set.
+    """
+    if len(rows) == 1 and len(rows[0]) == n:
+        return np.zeros(n, np.int32), ((0,),)
+    times = np.zeros(n, np.int32)
+    last = np.full(n, -1, np.int32)
+    for holder, mine in enumerate(rows):
+        times[mine] += 1
+        last[mine] = holder
+    # Most chunks have one holder; only for the others sets are compared.
+    several = np.flatnonzero(times > 1)
+    codes, sets = _compare_sets(rows, times, several)
+    code = last + 1
+    code[several] = codes + len(rows) + 1
+    known = [(), *((holder,) for holder in range(len(rows))), *sets]
+    appears = np.full(len(known), n, np.int64)
+    appears[code[::-1]] = np.arange(n)[::-1]
+    by_row = np.argsort(appears, kind="stable")[: np.count_nonzero(appears < n)]
+    number = np.zeros(len(known), np.int32)
     number[by_row] = np.arange(len(by_row), dtype=np.int32)
-    sets = tuple(tuple(np.flatnonzero(held[:, i]).tolist()) for i in example[by_row])
-    return number[code], sets
+    return number[code], tuple(known[c] for c in by_row.tolist())
+
+
+def _compare_sets(
+    rows: Sequence[npt.NDArray[np.int64]],
+    times: npt.NDArray[np.int32],
+    several: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, ...]]]:
+    """The number of the set of holders of each chunk in ``several``, and the sets."""
+    if not len(several):
+        return np.empty(0, np.int64), []
+    place = np.empty(len(times), np.int64)
+    place[several] = np.arange(len(several))
+    # Eight holders are one byte; sets are told apart eight bytes at a time, so that each step
+    # sorts one column of integers.
+    masks = np.zeros((-(-len(rows) // 64), len(several)), np.uint64)
+    for holder, mine in enumerate(rows):
+        masks[holder // 64, place[mine[times[mine] > 1]]] |= np.uint64(1 << holder % 64)
+    code = np.zeros(len(several), np.int64)
+    example = np.zeros(1, np.int64)
+    for column in masks:
+        if (column == column[0]).all():
+            continue
+        _, kinds = np.unique(column, return_inverse=True)
+        _, example, code = np.unique(
+            code * len(several) + kinds, return_index=True, return_inverse=True
+        )
+    chosen = np.ascontiguousarray(masks[:, example].T)
+    bits = np.unpackbits(chosen.view(np.uint8), axis=1, bitorder="little")
+    return code, [tuple(np.flatnonzero(one).tolist()) for one in bits]
