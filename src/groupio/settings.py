@@ -12,8 +12,15 @@ from typing import Any, Self
 from groupio.errors import InvalidInput
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_FABRICS = ("tcp", "mooncake", "torch")
+_NODE = re.compile(r"[A-Za-z0-9_.]{1,64}")
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)"
+_LISTEN = re.compile(rf"{_HOST}(?::\d{{1,5}})?")
+_CONTROLLER = re.compile(
+    rf"local|store|tcp://{_HOST}:\d{{1,5}}|etcd://{_HOST}:\d{{1,5}}(?:,{_HOST}:\d{{1,5}})*"
+)
 _PREFIX = "GROUPIO_"
 
 
@@ -51,11 +58,28 @@ class Settings:
     seconds; what is STAGED by then is finished by the agent without the client."""
     read_threads: int | None = None
     """Threads of a load (None: twice the CPUs of this process, at most 8)."""
+    node: str | None = None
+    """This node's name among the nodes of a job (None: the host name)."""
+    controller: str | None = None
+    """Where the controller of a job is: ``local`` (this node's agent), ``store`` (a record in the
+    store says so), ``tcp://HOST:PORT`` or ``etcd://HOST:PORT[,HOST:PORT]`` (None: ``local`` or
+    ``store``, by what the launcher says of the number of nodes)."""
+    listen: str | None = None
+    """``HOST[:PORT]`` at which other nodes reach this agent. None: all addresses of the node when
+    there is a token (``GROUPIO_TOKEN``, ``GROUPIO_TOKEN_FILE``), else loopback only."""
+    fabric: str = "tcp"
+    """How bytes move between nodes: ``tcp``, ``mooncake``, or ``torch``: then
+    ``groupio.torch.load`` moves them by the job's process group; agents use ``tcp``."""
+    foreground_share: float = 0.1
+    """The share of its speed to which storage traffic of a node keeps while a rank is in
+    ``Client.foreground()``: 0 pauses it, 1 lets all of it pass."""
+    backend_bytes_per_s: float | None = None
+    """What the store takes from all nodes together, in bytes per second (None: no limit)."""
 
     def __post_init__(self) -> None:
         _check(self.memory_bytes is None or self.memory_bytes >= 16 << 20, self, "memory_bytes")
         _check(_is_count(self.replicas, 1, 64), self, "replicas")
-        for name in ("uplink_bytes_per_s", "fabric_bytes_per_s"):
+        for name in ("uplink_bytes_per_s", "fabric_bytes_per_s", "backend_bytes_per_s"):
             value = getattr(self, name)
             _check(value is None or 0 < value < math.inf, self, name)
         mode = self.file_mode
@@ -67,13 +91,21 @@ class Settings:
         _check(
             self.read_threads is None or _is_count(self.read_threads, 1, 256), self, "read_threads"
         )
+        _check(self.node is None or _NODE.fullmatch(self.node), self, "node")
+        _check(
+            self.controller is None or _CONTROLLER.fullmatch(self.controller), self, "controller"
+        )
+        _check(self.listen is None or _LISTEN.fullmatch(self.listen), self, "listen")
+        _check(self.fabric in _FABRICS, self, "fabric")
+        _check(0 <= self.foreground_share <= 1, self, "foreground_share")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The defaults, changed by ``GROUPIO_*`` variables (of this process if not given).
 
-        Sizes may have a unit (``8G``), ``GROUPIO_FILE_MODE`` is octal. InvalidInput names a
-        variable whose value cannot be read. Variables of other names are left alone.
+        Sizes may have a unit (:func:`parse_size`), rates too (:func:`parse_rate`);
+        ``GROUPIO_FILE_MODE`` is octal. InvalidInput names a variable whose value cannot be read.
+        Variables of other names are left alone.
         """
         source = os.environ if environ is None else environ
         values: dict[str, Any] = {}
@@ -90,11 +122,21 @@ class Settings:
         return cls(**values)
 
 
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text)
+def parse_size(text: str) -> int:
+    """Bytes in a text such as ``8G``, ``64GiB`` (powers of 1024) or ``64GB`` (of 1000).
+
+    ValueError when it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    return int(float(match[1]) * base ** _POWERS[match[2].lower()])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second in a text such as ``12.5GB/s`` or ``2G``; ValueError when it is no rate."""
+    return float(parse_size(text.strip().removesuffix("/s")))
 
 
 def _octal(text: str) -> int:
@@ -102,10 +144,10 @@ def _octal(text: str) -> int:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "memory_bytes": _size,
+    "memory_bytes": parse_size,
     "replicas": int,
-    "uplink_bytes_per_s": _size,
-    "fabric_bytes_per_s": _size,
+    "uplink_bytes_per_s": parse_rate,
+    "fabric_bytes_per_s": parse_rate,
     "failure_domain": str,
     "file_mode": _octal,
     "idle_s": float,
@@ -114,12 +156,18 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "connect_timeout_s": float,
     "close_timeout_s": float,
     "read_threads": int,
+    "node": str,
+    "controller": str,
+    "listen": str,
+    "fabric": str.lower,
+    "foreground_share": float,
+    "backend_bytes_per_s": parse_rate,
 }
 
 _SECONDS = "a number of seconds, 0 or more"
-_RATE = "bytes per second, more than 0, such as 2000000000 or 2G"
+_RATE = "bytes per second, more than 0, such as 2000000000, 2G or 12.5GB/s"
 _EXPECTED = {
-    "memory_bytes": "a size of at least 16 MiB, such as 8589934592 or 8G",
+    "memory_bytes": "a size of at least 16 MiB, such as 8589934592, 8G or 64GiB",
     "replicas": "a whole number from 1 to 64",
     "uplink_bytes_per_s": _RATE,
     "fabric_bytes_per_s": _RATE,
@@ -131,6 +179,12 @@ _EXPECTED = {
     "connect_timeout_s": _SECONDS,
     "close_timeout_s": _SECONDS,
     "read_threads": "a whole number from 1 to 256",
+    "node": "a name of 1 to 64 letters, digits, dots and underscores",
+    "controller": "local, store, tcp://HOST:PORT or etcd://HOST:PORT[,HOST:PORT]",
+    "listen": "HOST or HOST:PORT",
+    "fabric": f"one of {', '.join(_FABRICS)}",
+    "foreground_share": "a number from 0 to 1",
+    "backend_bytes_per_s": _RATE,
 }
 
 

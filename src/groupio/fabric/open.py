@@ -1,0 +1,30 @@
+"""Makes the fabric that the settings ask for."""
+
+from __future__ import annotations
+
+from groupio.errors import InvalidInput
+from groupio.fabric.base import Fabric
+from groupio.fabric.pacing import Pacer
+from groupio.settings import Settings
+
+
+def open_fabric(settings: Settings, host: str, announce: str, token: bytes | None) -> Fabric:
+    """The fabric of agents by ``settings.fabric``, to be served at ``host``, announced as
+    ``announce``.
+
+    ``token`` is the secret that peers share, None where only this machine may connect.
+    InvalidInput when the package of a transfer engine is not there.
+    """
+    pace = Pacer(settings.fabric_bytes_per_s)
+    if settings.fabric != "mooncake":
+        from groupio.fabric.tcp import TcpFabric
+
+        return TcpFabric(host=host, announce=announce, token=token, pace=pace)
+    try:
+        from groupio.fabric.mooncake import MooncakeFabric
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"GROUPIO_FABRIC={settings.fabric} needs the package {error.name}: pip install "
+            "'groupio[mooncake]'"
+        ) from error
+    return MooncakeFabric(host=host, announce=announce, token=token, pace=pace)
