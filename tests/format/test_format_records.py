@@ -11,24 +11,36 @@ from hypothesis import strategies as st
 
 from groupio.errors import FormatError, IntegrityError, InvalidInput
 from groupio.format.envelope import RecordKind, wrap
-from groupio.format.limits import ATTEMPT_MAX, LINEAGE_MAX, ROOT_BYTES_MAX, SEGMENT_SEQ_MAX
+from groupio.format.limits import (
+    ADDRESS_MAX,
+    ATTEMPT_MAX,
+    LINEAGE_MAX,
+    ROOT_BYTES_MAX,
+    SEGMENT_SEQ_MAX,
+    TERM_MAX,
+)
 from groupio.format.manifest import encode_manifest
 from groupio.format.records import (
     AbortRecord,
+    ControllerRecord,
     InflightRecord,
     StoreRecord,
     _store_check,
+    controller_name,
     decode_abort,
+    decode_controller,
     decode_inflight,
     decode_lineage,
     decode_record_kind,
     decode_store,
     encode_abort,
+    encode_controller,
     encode_inflight,
     encode_lineage,
     encode_store,
     key_is_valid,
     lineage_name,
+    parse_controller_name,
     parse_key,
     parse_lineage_name,
     parse_segment_name,
@@ -53,16 +65,20 @@ INFLIGHT = InflightRecord(
     KEY, 2, 4, "w1", 1.5, "boot", 77, 123456, "host", (segment_name(KEY, "n", 0),)
 )
 LINEAGE = Lineage(2, 1, 40, 1.5)
+CONTROLLER = ControllerRecord(7, "tcp://n:1", "n", STORE_ID, 1.5)
 STORE = StoreRecord(STORE_ID, "job é", 1, 1.5)
 
 CODECS: list[tuple[Any, Callable[[Any], bytes], Callable[[bytes, str], Any]]] = [
     (ABORT, encode_abort, decode_abort),
     (INFLIGHT, encode_inflight, decode_inflight),
     (LINEAGE, encode_lineage, decode_lineage),
+    (CONTROLLER, encode_controller, decode_controller),
     (STORE, encode_store, decode_store),
 ]
 EACH = pytest.mark.parametrize(
-    ("record", "encode", "decode"), CODECS, ids=["abort", "inflight", "lineage", "store"]
+    ("record", "encode", "decode"),
+    CODECS,
+    ids=["abort", "inflight", "lineage", "controller", "store"],
 )
 
 
@@ -91,6 +107,21 @@ def test_lineages_come_back(number: int, data: Any) -> None:
         number, data.draw(st.integers(0, number - 1)), data.draw(st.integers(-1, EPOCH_MAX)), 2.5
     )
     assert decode_lineage(encode_lineage(record), f"lineages/{lineage_name(number)}") == record
+
+
+@given(
+    st.builds(
+        ControllerRecord,
+        st.integers(1, TERM_MAX),
+        st.from_regex(r"[!-~]{0,30}", fullmatch=True),
+        nodes,
+        st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
+        times,
+    )
+)
+def test_controller_records_come_back(record: ControllerRecord) -> None:
+    path = f"controllers/{controller_name(record.term)}"
+    assert decode_controller(encode_controller(record), path) == record
 
 
 @given(st.builds(StoreRecord, st.just(STORE_ID), texts, st.just(1), times))
@@ -153,6 +184,7 @@ def test_the_kind_is_read_from_the_first_64_bytes() -> None:
         RecordKind.ABORT: encode_abort(ABORT),
         RecordKind.INFLIGHT: encode_inflight(INFLIGHT),
         RecordKind.LINEAGE: encode_lineage(LINEAGE),
+        RecordKind.CONTROLLER: encode_controller(CONTROLLER),
     }
     for kind, data in records.items():
         assert decode_record_kind(data[:64]) is kind
@@ -212,6 +244,8 @@ def test_a_record_under_the_name_of_another_is_found() -> None:
         decode_inflight(encode_inflight(INFLIGHT), str(other))
     with pytest.raises(IntegrityError, match="lineage 2"):
         decode_lineage(encode_lineage(LINEAGE), "lineages/00000003")
+    with pytest.raises(IntegrityError, match="term 7"):
+        decode_controller(encode_controller(CONTROLLER), "controllers/00000008")
 
 
 def changed(record: Any, **fields: Any) -> Any:
@@ -231,6 +265,15 @@ def changed(record: Any, **fields: Any) -> Any:
         (encode_lineage, changed(LINEAGE, parent=2)),
         (encode_lineage, changed(LINEAGE, after_epoch=-2)),
         (encode_lineage, changed(LINEAGE, number=LINEAGE_MAX + 1)),
+        (encode_controller, changed(CONTROLLER, term=0)),
+        (encode_controller, changed(CONTROLLER, term=TERM_MAX + 1)),
+        (encode_controller, changed(CONTROLLER, address="tcp://a b")),
+        (encode_controller, changed(CONTROLLER, address="tcp://a\n")),
+        (encode_controller, changed(CONTROLLER, address="x" * (ADDRESS_MAX + 1))),
+        (encode_controller, changed(CONTROLLER, node="a/b")),
+        (encode_controller, changed(CONTROLLER, node="n\n")),
+        (encode_controller, changed(CONTROLLER, life="xyz")),
+        (encode_controller, changed(CONTROLLER, at=-1.0)),
         (encode_store, changed(STORE, store_id="xyz")),
         (encode_store, changed(STORE, job="\ud800")),
         (encode_store, changed(STORE, format=2)),
@@ -294,6 +337,19 @@ def test_a_lineage_is_named_by_eight_digits() -> None:
 @pytest.mark.parametrize("name", ["", "0000001", "00000000", "000000010", "0000000x"])
 def test_names_of_no_lineage(name: str) -> None:
     assert parse_lineage_name(name) is None
+
+
+@given(st.integers(1, TERM_MAX))
+def test_names_of_terms_lead_back(term: int) -> None:
+    assert parse_controller_name(controller_name(term)) == term
+    assert len(controller_name(term)) >= 8
+
+
+@pytest.mark.parametrize(
+    "name", ["", "0000001", "00000000", "000000010", "0000000x", "9" * 19, "1" * 20, "00000001\n"]
+)
+def test_names_of_no_term(name: str) -> None:
+    assert parse_controller_name(name) is None
 
 
 @pytest.mark.parametrize(

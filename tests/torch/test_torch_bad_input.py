@@ -148,8 +148,8 @@ def test_any_name_comes_back_and_none_becomes_a_path(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["inner"]
     assert [path.name for path in store.parent.iterdir()] == ["store"]
     folders = {path.name for path in store.iterdir() if path.is_dir()}
-    assert folders <= {"decisions", "epochs", "inflight", "lineages", "prepared", "segments",
-                       "candidates", "pins", "dcp", "tmp"}  # fmt: skip
+    assert folders <= {"controllers", "decisions", "epochs", "inflight", "lineages", "prepared",
+                       "segments", "candidates", "pins", "dcp", "tmp"}  # fmt: skip
     assert not any("passwd" in path.name or "outside" in path.name for path in store.rglob("*"))
 
 

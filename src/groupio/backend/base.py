@@ -1,6 +1,6 @@
 """What every backend does: the interface of a store, and what is durable when a call returns.
 
-A store has five folders of small records and segments. Records are created whole or not at all
+A store has six folders of small records and segments. Records are created whole or not at all
 and never changed afterwards; the decision of an epoch is the one that is *created if absent*.
 All calls block and may come from any thread. They raise the typed errors of
 :mod:`groupio.errors`: ``StorageError`` with the error number of the system, ``StorageFull``,
@@ -31,8 +31,9 @@ PREPARED = "prepared"
 INFLIGHT = "inflight"
 SEGMENTS = "segments"
 LINEAGES = "lineages"
+CONTROLLERS = "controllers"
 
-FOLDERS = (EPOCHS, PREPARED, INFLIGHT, SEGMENTS, LINEAGES)
+FOLDERS = (EPOCHS, PREPARED, INFLIGHT, SEGMENTS, LINEAGES, CONTROLLERS)
 """The folders of a store, besides ``ROOT``."""
 
 STORE_RECORD = "groupio.json"

@@ -12,13 +12,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec.structs import replace
+
+from groupio.controller import messages as cm
+from groupio.controller.away import Away
+from groupio.controller.describe import describe
+from groupio.controller.lines import Line, Lines
 from groupio.controller.store import JobStore
-from groupio.errors import GroupIOError, StorageError, StorageFull
+from groupio.errors import GroupIOError, StorageError, StorageFull, to_wire
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.controller import Controller
+
+if TYPE_CHECKING:
+    from groupio.controller.swarms import Swarms
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +65,33 @@ class Host:
     store: JobStore
     around: Surroundings
     numbers: Iterator[int]
+    lines: Lines = field(default_factory=lambda: Lines(""))
+    """The agents that take part; empty where the controller serves its own agent only."""
+    term: int = 0
+    """The rule under which this controller acts; 0 for its own agent only."""
+    backend_bytes_per_s: float | None = None
+    """What the store takes from all nodes together; None: no limit is known."""
     controller: Controller = field(init=False)
+    away: Away = field(default_factory=Away)
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    _shared: bool = False
+    """Agents of other nodes reach the store too."""
+    _settling: list[tuple[Line, cm.ClientSettles]] = field(default_factory=list)
     _plans: Any = None
+    _swarms: Swarms | None = None
+    """The reads of several nodes."""
     _thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.controller = Controller(numbers=self.numbers)
+        self.controller = Controller(
+            numbers=self.numbers, node=self.lines.own, resumes=self.term > 0
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        if self.term:
+            # Imported here: an agent whose jobs are all of one node does without.
+            from groupio.controller.swarms import Swarms
+
+            self._swarms = Swarms(self._execute, self.backend_bytes_per_s)
 
     @property
     def idle(self) -> bool:
@@ -74,9 +102,62 @@ class Host:
 
     def tell(self, event: ev.ControllerEvent) -> None:
         """Feed an event to the machine and execute its effects, after the steps before it."""
-        self.around.do(lambda: self._run(self.controller.handle(event)))
+        self.around.do(lambda: self._handle(event))
         if isinstance(event, ev.StoreOpened):
             self.around.do(lambda: self.around.store_opened(self))
+
+    def _handle(self, event: ev.ControllerEvent) -> None:
+        if self._swarms is not None:
+            self.lines.note(event)
+            self._swarms.note(event)
+        self._run(self.controller.handle(event))
+        self.away.note(event, self.controller)
+        if self._settling:
+            self.around.do(self._settle)
+
+    def read(self, message: Any) -> None:
+        """Take what a node says of a grouped read."""
+        if self._swarms is not None:
+            self.around.do(partial(self._swarms.take, message))
+
+    def joined(self, line: Line, event: ev.NodeJoined) -> None:
+        """An agent takes part from now on; an older line of the same life is of no use."""
+        self.around.do(lambda: self._join(line, event))
+
+    def _join(self, line: Line, event: ev.NodeJoined) -> None:
+        # In one step with the event: no order goes to a node before the machine knows it anew.
+        older = self.lines.by_node.get(event.node)
+        if older is None or older.hello.life == event.life:
+            self.lines.by_node[event.node] = line
+            if older is not None and older is not line:
+                older.peer.close()
+        # A store that two nodes reach is not lost with one of them, whatever its file system is.
+        self._shared = True
+        self.controller.node_local = False
+        self._handle(event)
+
+    def lose_line(self, line: Line, why: str) -> None:
+        """The line to an agent ended."""
+        if self.lines.by_node.get(line.node) is line:
+            del self.lines.by_node[line.node]
+            self.tell(ev.NodeLost(line.node, line.hello.life, why))
+
+    def settle(self, line: Line, message: cm.ClientSettles) -> None:
+        """Answer once all epochs that others staged are decided."""
+        self.open_store()
+        self._settling.append((line, message))
+        self.around.do(self._settle)
+
+    def _settle(self) -> None:
+        still = []
+        for line, message in self._settling:
+            if self.lines.by_node.get(line.node) is not line:
+                continue  # its agent asks again when it is back
+            if self.controller.opening or self.controller.undecided_for(message.client):
+                still.append((line, message))
+            else:
+                line.send(cm.ClientSettled(message.client, message.request_id))
+        self._settling = still
 
     def open_store(self) -> None:
         """Open the job's store if there is one, ahead of its first save."""
@@ -106,7 +187,20 @@ class Host:
                 run, failed = self._task(effect)
                 self._thread.submit(run).add_done_callback(lambda done: self._finish(done, failed))
             case _:
-                self.around.order(self, effect)
+                self._send(effect)
+
+    def _send(self, effect: fx.Effect) -> None:
+        """Pass on an order or news; what concerns a node that is gone concerns nobody."""
+        if not self.term or self.lines.target(effect) == self.lines.own:
+            self.around.order(self, effect)
+            return
+        line = self.lines.by_node.get(self.lines.target(effect))
+        if line is None:
+            return
+        if isinstance(effect, fx.RefuseNode):
+            line.send(cm.NodeRefused(to_wire(effect.error)))
+        else:
+            line.send(effect)
 
     def _timer(self, effect: fx.StartTimer | fx.StopTimer) -> None:
         handle = self.timers.pop(effect.name, None)
@@ -118,7 +212,10 @@ class Host:
 
     def _fire(self, name: str) -> None:
         self.timers.pop(name, None)
-        self.tell(ev.TimerFired(name))
+        if self._swarms is not None and name.startswith("read "):
+            self.around.do(partial(self._swarms.fire, name))
+        else:
+            self.tell(ev.TimerFired(name))
 
     # -- the store's thread -----------------------------------------------------------------------
 
@@ -177,36 +274,32 @@ class Host:
             case fx.ForgetInflight(key=key):
                 return lambda: self.store.forget(key), lambda e: None
             case fx.MakePlan(group=group, round=number):
+                framed = self.controller.groups[group].first.door == "dcp"
                 return (
-                    lambda: self._plan(effect),
+                    lambda: self._plan(effect, framed),
                     lambda e: ev.Planned(group, number, None, e),
                 )
         raise AssertionError(f"not a store effect: {effect!r}")
 
     def _open(self, held: tuple[Any, ...], create: bool, resume: bool) -> ev.StoreOpened:
-        return ev.StoreOpened(self.store.open(held, create=create, resume=resume))
+        state = self.store.open(held, create=create, resume=resume)
+        return ev.StoreOpened(replace(state, node_local=state.node_local and not self._shared))
 
     def _publish(self, effect: fx.PublishInflight) -> ev.InflightPublished:
         self.store.publish(effect)
         return ev.InflightPublished(effect.group)
 
-    def _plan(self, effect: fx.MakePlan) -> ev.Planned:
+    def _plan(self, effect: fx.MakePlan, framed: bool) -> ev.Planned:
         # Imported here: an agent whose groups are all on one node does without.
         from groupio.plan.cache import PlanCache
-        from groupio.plan.grouped import plan_group
+        from groupio.plan.labels import label_moves
+        from groupio.protocol.storing import make_plan
 
         self._plans = self._plans or PlanCache(PLANS_KEPT)
-        plan = plan_group(
-            effect.reports,
-            effect.nodes,
-            replicas=effect.replicas,
-            shares=effect.shares,
-            lost=frozenset(effect.lost),
-            done=effect.done,
-            copies=effect.copies,
-            cache=self._plans,
-        )
-        return ev.Planned(effect.group, effect.round, plan)
+        planned = make_plan(effect, backend_bytes_per_s=self.backend_bytes_per_s, cache=self._plans)
+        if not framed or planned.plan is None:
+            return planned
+        return replace(planned, plan=label_moves(planned.plan, effect.reports))
 
     def _decide(self, effect: fx.Decide) -> ev.Decided:
         committed, ours = self._make_room(effect)
@@ -238,6 +331,16 @@ class Host:
                 log.exception("a task of %s failed", self.path)
 
         self._thread.submit(guarded)
+
+    def describe(self) -> dict[str, Any]:
+        """The job's state as plain values, for ``groupio status``."""
+        return describe(self)
+
+    def hang_up(self, why: str) -> None:
+        """End the lines to all agents."""
+        for line in list(self.lines.by_node.values()):
+            line.peer.close(why)
+        self.lines.by_node.clear()
 
     def close(self) -> None:
         """Close the store once its thread has done what it has."""

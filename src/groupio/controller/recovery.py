@@ -47,11 +47,14 @@ def recover(
     held: frozenset[DecisionKey],
     *,
     fence: bool,
+    resume: bool = False,
 ) -> ev.StoreState:
     """Decide every undecided attempt that is not ``held`` here, then list the store.
 
     With ``fence``, when a save begins, attempts of other hosts are aborted too: this job's life
     comes after theirs. Without, when somebody only connects, they may be alive and are left alone.
+    With ``resume`` attempts that name nodes, and are not prepared, are left to those nodes: they
+    stand in ``undecided``.
     Raises StorageError then, and when another living agent of this node does not decide in time.
     """
     # What a killed agent decided and did not flush could still be lost; others are about to act
@@ -61,15 +64,25 @@ def recover(
     committed, aborted, incarnation = _decisions(backend)
     decided = {c.key for c in committed} | set(aborted)
     segments = _segments(backend)
+    undecided: list[ev.UndecidedAttempt] = []
     for key in sorted(_attempts(backend) | set(segments)):
         if key in held:
             continue
         inflight = _inflight(backend, key)
         incarnation = max(incarnation, inflight.incarnation if inflight is not None else 0)
         if key not in decided:
-            if _await_owner(backend, key, inflight, writer):
-                return recover(backend, writer, job, held, fence=fence)
+            theirs = resume and inflight is not None and bool(inflight.nodes)
+            if not theirs and _await_owner(backend, key, inflight, writer):
+                return recover(backend, writer, job, held, fence=fence, resume=resume)
             found = _complete(backend, key)
+            if found is None and theirs:
+                assert inflight is not None
+                undecided.append(
+                    ev.UndecidedAttempt(
+                        key, inflight.incarnation, inflight.world_size, inflight.nodes
+                    )
+                )
+                continue
             if found is None and not fence and (inflight is None or inflight.host != writer.host):
                 raise _left_alone(backend, key, inflight)
             if found is None:
@@ -80,7 +93,21 @@ def recover(
         backend.delete("prepared", str(key))
         backend.delete("inflight", str(key))
     _drop_segments(backend, [n for key in aborted for n in segments.get(key, ())], committed)
-    return ev.StoreState(job, _lineages(backend), tuple(committed), tuple(aborted), incarnation)
+    return ev.StoreState(
+        job=job,
+        lineages=_lineages(backend),
+        committed=tuple(committed),
+        aborted=tuple(aborted),
+        incarnation=incarnation,
+        undecided=tuple(undecided),
+    )
+
+
+def listed(backend: PosixBackend, job: str) -> ev.StoreState:
+    """What is decided in the store, and nothing else; for those who decide nothing themselves."""
+    committed, aborted, incarnation = _decisions(backend)
+    lines = _lineages(backend)
+    return ev.StoreState(job, lines, tuple(committed), tuple(aborted), incarnation)
 
 
 def _decisions(

@@ -14,7 +14,7 @@ from groupio.agent.identity import Writer
 from groupio.agent.known import KnownChunks
 from groupio.backend.posix import PosixBackend
 from groupio.controller.differing import See, check_replicas
-from groupio.controller.recovery import recover
+from groupio.controller.recovery import listed, recover
 from groupio.errors import (
     GroupIOError,
     IntegrityError,
@@ -44,6 +44,30 @@ TEMPORARY_AGE_S = 24 * 3600.0
 
 
 @dataclass(slots=True)
+class Saved:
+    """What this process committed to a store, for ``groupio status``; sizes in bytes."""
+
+    epochs: int = 0
+    logical: int = 0
+    stored: int = 0
+
+    def add(self, manifest: Manifest) -> None:
+        """One more epoch."""
+        self.epochs += 1
+        self.logical += manifest.header.bytes_logical
+        self.stored += manifest.header.bytes_stored
+
+    def describe(self) -> dict[str, int]:
+        """The numbers as plain values; ``bytes_deduplicated`` did not have to be written."""
+        return {
+            "epochs": self.epochs,
+            "bytes_logical": self.logical,
+            "bytes_stored": self.stored,
+            "bytes_deduplicated": max(self.logical - self.stored, 0),
+        }
+
+
+@dataclass(slots=True)
 class JobStore:
     """One job's store, open for writing."""
 
@@ -58,6 +82,7 @@ class JobStore:
     known: KnownChunks = field(default_factory=KnownChunks)
     lease_bytes: dict[int, int] = field(default_factory=dict)
     """What each rank's lease took in the newest epoch found at opening."""
+    saved: Saved = field(default_factory=Saved)
     _backend: PosixBackend | None = None
     _complete: bool = False
     """The backend was opened to write: all its folders are there."""
@@ -102,11 +127,43 @@ class JobStore:
             raise
         self.job, self.store_id = record.job, record.store_id
         self._backend.remove_temporary(TEMPORARY_AGE_S)
-        state = recover(self._backend, self.writer, record.job, frozenset(held), fence=create)
+        state = recover(
+            self._backend, self.writer, record.job, frozenset(held), fence=create, resume=resume
+        )
         info = self._backend.info()
         self.io_mode = info.io_mode
         self._learn(state)
-        return replace(state, node_local=info.node_local)
+        return replace(state, node_local=info.node_local, store_id=self.store_id)
+
+    def follow(self, *, create: bool) -> str:
+        """Open the store to write segments for a controller elsewhere; its id (hex).
+
+        Nothing is decided: that is the controller's. NotFound when there is no store and
+        ``create`` is not set.
+        """
+        if self._backend is None:
+            self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
+            self._complete = create
+        try:
+            record = (
+                self._backend.ensure_store_record(self.job)
+                if create
+                else self._backend.store_record()
+            )
+        except NotFound:
+            self.close()
+            raise
+        self.job, self.store_id = record.job, record.store_id
+        self.io_mode = self._backend.info().io_mode
+        self._learn(listed(self._backend, record.job))
+        return record.store_id
+
+    def learn(self, key: DecisionKey) -> None:
+        """Index the chunks of an epoch that a controller elsewhere committed."""
+        try:
+            self.known.add_epoch(self.read_manifest(key))
+        except GroupIOError as error:
+            log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
     def check_identity(self) -> None:
         """Raise StorageError when another file system or directory is at the path now."""
@@ -176,6 +233,7 @@ class JobStore:
             pid_start=self.writer.pid_start,
             host=self.writer.host,
             segments=(),
+            nodes=effect.nodes,
         )
         self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
 
@@ -244,6 +302,7 @@ class JobStore:
                 manifest = self._prepared.pop(key, None)
                 if manifest is not None:
                     self.known.add_epoch(manifest)
+                    self.saved.add(manifest)
                 return True, True
             return self.standing(key)
         record = AbortRecord(

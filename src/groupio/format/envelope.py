@@ -38,6 +38,7 @@ class RecordKind(IntEnum):
     ABORT = 2
     INFLIGHT = 3
     LINEAGE = 4
+    CONTROLLER = 5
 
 
 _KINDS = frozenset(int(kind) for kind in RecordKind)

@@ -8,7 +8,7 @@ memory. The writers check the same limits: what was written can be read back.
 from __future__ import annotations
 
 RECORD_VERSION = 1
-"""Version of manifests and of abort, in-flight and lineage records."""
+"""Version of manifests and of abort, in-flight, lineage and controller records."""
 
 SEGMENT_VERSION = 1
 """Version of segment files without frames."""
@@ -60,6 +60,12 @@ LINEAGE_MAX = 10**8 - 1
 
 ATTEMPT_MAX = 10**6 - 1
 """Largest attempt number: six digits in a key."""
+
+TERM_MAX = (1 << 63) - 1
+"""Largest term of a controller."""
+
+ADDRESS_MAX = 512
+"""Longest address of a controller, in characters."""
 
 SEGMENT_SEQ_MAX = 10**6 - 1
 """Most segment files that one node writes for one epoch, less one."""

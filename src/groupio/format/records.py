@@ -1,8 +1,8 @@
 """Small records of a store, and the names of its files.
 
 An abort record decides an attempt as not committed, an in-flight record announces a save before
-it refers to older segments, a lineage record starts a line of epochs, and the store's id record
-says which store a path leads to.
+it refers to older segments, a lineage record starts a line of epochs, a controller record says
+who rules over the job from a term on, and the store's id record says which store a path leads to.
 """
 
 from __future__ import annotations
@@ -19,34 +19,41 @@ from groupio.errors import FormatError, IntegrityError, InvalidInput
 from groupio.format.columns import Count, damaged
 from groupio.format.envelope import RecordKind, read_envelope, read_root, wrap
 from groupio.format.limits import (
+    ADDRESS_MAX,
     ATTEMPT_MAX,
     LINEAGE_MAX,
     ROOT_BYTES_MAX,
     SEGMENT_SEQ_MAX,
     SEGMENTS_MAX,
     STORE_FORMAT,
+    TERM_MAX,
     TEXT_MAX,
 )
 from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey, Lineage
 
 __all__ = [
     "AbortRecord",
+    "ControllerRecord",
     "InflightRecord",
     "RecordKind",
     "StoreRecord",
     "check_key",
+    "controller_name",
     "decode_abort",
+    "decode_controller",
     "decode_inflight",
     "decode_lineage",
     "decode_record_kind",
     "decode_store",
     "encode_abort",
+    "encode_controller",
     "encode_inflight",
     "encode_lineage",
     "encode_store",
     "file_name",
     "key_is_valid",
     "lineage_name",
+    "parse_controller_name",
     "parse_key",
     "parse_lineage_name",
     "parse_segment_name",
@@ -56,13 +63,15 @@ __all__ = [
 _KEY = re.compile(r"L([0-9]{8})-E([0-9]{20})-A([0-9]{6})")
 _SEGMENT = re.compile(r"(L[0-9]{8}-E[0-9]{20}-A[0-9]{6})-([A-Za-z0-9_.]{1,64})-([0-9]{4,6})\.seg")
 _LINEAGE = re.compile(r"[0-9]{8}")
+_CONTROLLER = re.compile(r"[0-9]{8,19}")
 _NODE = re.compile(r"[A-Za-z0-9_.]{1,64}")
-_STORE_ID = "^[0-9a-f]{32}$"
+_HEX = r"^[0-9a-f]{32}\Z"  # not "$", which lets a line break follow
+_ADDRESS = r"^[!-~]*\Z"
 
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 """A text of a record, as msgspec checks it."""
 
-StoreId = Annotated[str, Meta(pattern=_STORE_ID)]
+StoreId = Annotated[str, Meta(pattern=_HEX)]
 """32 hexadecimal digits, as msgspec checks them."""
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -104,6 +113,8 @@ class InflightRecord(msgspec.Struct, frozen=True):
     pid_start: Count
     host: Text
     segments: Annotated[tuple[Text, ...], Meta(max_length=SEGMENTS_MAX)]
+    nodes: Annotated[tuple[Text, ...], Meta(max_length=WORLD_SIZE_MAX)] = ()
+    """The nodes whose agents hold the bytes; none where only ``host`` does."""
 
 
 class StoreRecord(msgspec.Struct, frozen=True):
@@ -113,6 +124,21 @@ class StoreRecord(msgspec.Struct, frozen=True):
     job: Text
     format: Count
     created_at: Seconds
+
+
+class ControllerRecord(msgspec.Struct, frozen=True):
+    """Who rules over the job from ``term`` on; only the record of the highest term counts.
+
+    ``address`` is where agents reach the controller, "" when nobody rules in this term (the
+    earlier ruler resigned). (node, life) is the agent process that wrote it; ``at`` is its
+    clock, for people.
+    """
+
+    term: Annotated[int, Meta(ge=1, le=TERM_MAX)]
+    address: Annotated[str, Meta(max_length=ADDRESS_MAX, pattern=_ADDRESS)]
+    node: Annotated[str, Meta(pattern=rf"^{_NODE.pattern}\Z")]
+    life: Annotated[str, Meta(pattern=_HEX)]
+    at: Seconds
 
 
 class _StoreWire(StoreRecord, frozen=True):
@@ -168,6 +194,19 @@ def decode_lineage(data: bytes, path: str) -> Lineage:
         raise damaged(path, f"lineage {record.number} after {record.parent} is impossible")
     if parse_lineage_name(file_name(path)) not in (None, record.number):
         raise damaged(path, f"it is the record of lineage {record.number}")
+    return record
+
+
+def encode_controller(record: ControllerRecord) -> bytes:
+    """A controller record as the bytes of a file; InvalidInput when a field is out of range."""
+    return _checked(decode_controller, _encode(RecordKind.CONTROLLER, record))
+
+
+def decode_controller(data: bytes, path: str) -> ControllerRecord:
+    """The controller record in ``data``; FormatError or IntegrityError(path) when it is none."""
+    record = _decode(RecordKind.CONTROLLER, ControllerRecord, data, path)
+    if parse_controller_name(file_name(path)) not in (None, record.term):
+        raise damaged(path, f"it is the record of term {record.term}")
     return record
 
 
@@ -263,6 +302,18 @@ def parse_lineage_name(name: str) -> int | None:
     """The lineage of which ``name`` is the file name, or None."""
     number = int(name) if _LINEAGE.fullmatch(name) else 0
     return number if number >= 1 else None
+
+
+def controller_name(term: int) -> str:
+    """The file name of the controller record of ``term``."""
+    return f"{term:08d}"
+
+
+def parse_controller_name(name: str) -> int | None:
+    """The term of whose controller record ``name`` is the file name, or None."""
+    term = int(name) if _CONTROLLER.fullmatch(name) else 0
+    # One name for each term: "000000001" is no second spelling of "00000001".
+    return term if 1 <= term <= TERM_MAX and controller_name(term) == name else None
 
 
 def file_name(path: str) -> str:

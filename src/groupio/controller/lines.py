@@ -1,0 +1,103 @@
+"""The ways from a controller to the agents of other nodes, and who is where."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from groupio.controller import messages as cm
+from groupio.errors import InvalidInput
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol.wireform import WireForm
+
+if TYPE_CHECKING:
+    from groupio.controller.transport import Peer
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The way to one agent that takes part in a job."""
+
+    lines: Lines
+    peer: Peer
+    hello: cm.NodeHello
+    _out: WireForm = field(default_factory=lambda: WireForm(cm.FROM_CONTROLLER))
+
+    @property
+    def node(self) -> str:
+        """The agent's node."""
+        return self.hello.node
+
+    def send(self, message: Any) -> None:
+        """Send an order, or news of a member; nothing comes of it when the agent is gone."""
+        if isinstance(message, fx.TellReached):
+            message = _as_ages(message)
+        self.peer.send(self._out.encode(message))
+
+
+@dataclass(slots=True)
+class Lines:
+    """The agents of one job by node; ``own`` is the node that needs no line, or ""."""
+
+    own: str
+    by_node: dict[str, Line] = field(default_factory=dict)
+    clients: dict[str, str] = field(default_factory=dict)
+    """The node of each client that was heard of."""
+
+    def note(self, event: Any) -> None:
+        """Learn from an event where its client is."""
+        match event:
+            case ev.MemberOpened(node=node, client=client):
+                self.clients[client] = node
+            case ev.NodeJoined(node=node, clients=arrived, opens=opens, held=held):
+                for client in (*(c.client for c in arrived), *(o.client for o in opens)):
+                    self.clients[client] = node
+                for one in held:
+                    self.clients.update((opened.client, node) for opened in one.opened)
+            case ev.MemberGone(client=client, process_gone=True):
+                self.clients.pop(client, None)
+
+    def target(self, effect: fx.Effect) -> str:
+        """The node that an order, or news of a member, goes to; "" when nobody knows."""
+        if isinstance(effect, fx.TellReached | fx.TellFailed | fx.TellUnreachable):
+            return self.clients.get(effect.seat.client, "")
+        node: str = effect.node
+        return node
+
+    def check(self, line: Line, message: Any) -> None:
+        """A node speaks for itself and its own clients only. InvalidInput otherwise."""
+        node = getattr(message, "node", line.node)
+        if isinstance(message, ev.LinkMeasured):
+            node = message.link.node
+        if node != line.node:
+            raise InvalidInput(f"it sent {type(message).__name__} in the name of node {node}")
+        client = getattr(message, "client", None)
+        if client is not None and self.clients.get(client, line.node) != line.node:
+            raise InvalidInput(
+                f"it sent {type(message).__name__} in the name of a client of node "
+                f"{self.clients[client]}"
+            )
+        if isinstance(message, ev.ClientArrived):
+            self.clients[message.client] = line.node
+
+
+def _as_ages(effect: fx.TellReached) -> fx.TellReached:
+    """Clocks of nodes differ, so times travel as seconds ago."""
+    first, last = effect.first_arrival, effect.last_arrival
+    if first is None or last is None:
+        return effect
+    now = time.monotonic()
+    return replace(effect, first_arrival=now - first, last_arrival=now - last)
+
+
+def from_ages(effect: fx.TellReached) -> fx.TellReached:
+    """The same on the agent's side: seconds ago as readings of its own clock."""
+    first, last = effect.first_arrival, effect.last_arrival
+    if first is None or last is None:
+        return effect
+    now = time.monotonic()
+    return replace(effect, first_arrival=now - first, last_arrival=now - last)

@@ -1,0 +1,29 @@
+"""Opens the coordinator that belongs to a place where a controller is found."""
+
+from __future__ import annotations
+
+from groupio.backend.base import Backend
+from groupio.controller.by_store import StoreCoordinator
+from groupio.controller.coordinator import Coordinator, OnLost
+from groupio.controller.discover import Kind, Where
+from groupio.errors import InvalidInput
+
+
+def open_coordinator(
+    where: Where, store: Backend, scope: str, *, on_lost: OnLost | None = None
+) -> Coordinator:
+    """The coordinator that counts a job's terms: in etcd if ``where`` says so, else in ``store``.
+
+    A controller at a fixed address takes its term from the store too, so that terms grow over
+    its restarts. ``scope`` is the store's id. InvalidInput when the client of etcd is not there.
+    """
+    if where.kind is not Kind.ETCD:
+        return StoreCoordinator(store, on_lost=on_lost)
+    try:
+        from groupio.controller.by_etcd import EtcdCoordinator  # only here: httpx is an extra
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"{where.address} ({where.why}) needs the package {error.name}: pip install "
+            "'groupio[etcd]'"
+        ) from error
+    return EtcdCoordinator(where.endpoints, scope, on_lost=on_lost)

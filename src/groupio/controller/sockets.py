@@ -1,0 +1,283 @@
+"""ZeroMQ sockets in an asyncio loop: options, keys, who is let in, and who was refused.
+
+Only the loop's thread uses the sockets, but for the monitor: a thread of its own, because a peer
+that speaks without a key is gone before a busy loop could ask for its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from groupio.controller.keys import Keys
+from groupio.errors import InvalidInput
+from groupio.protocol.linkframe import FRAME_BYTES_MAX
+
+HIGH_WATER = 512
+"""Most frames that a connection keeps in each direction; further ones are lost, and sent again."""
+
+LINGER_MS = 250
+"""A closed socket tries for so long to bring out what was sent last."""
+
+HANDSHAKE_MS = 10_000
+"""A connection that did not prove its key by then is closed."""
+
+REFUSED_LOG_S = 10.0
+"""A refused address is logged once in so many seconds."""
+
+_TURN = 64
+_REFUSED_KEPT = 1024
+_DOMAIN = b"groupio"
+_log = logging.getLogger("groupio.control")
+
+Parts = Sequence[zmq.Frame]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host (an IPv6 one without brackets) and port of ``tcp://host:port``; InvalidInput if not."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    good = address.startswith("tcp://") and colon and host and port.isascii() and port.isdigit()
+    if not good or int(port) > 65535 or (":" in host and not bracketed) or host.strip() != host:
+        raise InvalidInput(
+            f"{address!r} is no address; expected tcp://host:port, such as tcp://10.0.0.1:7400"
+            " or tcp://[fd00::1]:7400"
+        )
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """``tcp://host:port``, with brackets around an IPv6 host."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """The host is this machine for sure: a numeric loopback address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def numeric(host: str) -> bool:
+    """The host is an IP address and needs no look-up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def require_keys(address: str, host: str, keys: Keys | None, what: str) -> None:
+    """InvalidInput when control messages would travel between machines without a key."""
+    if keys is None and not is_loopback(host):
+        raise InvalidInput(
+            f"will not {what} {address} without a key, because it is no loopback address; set"
+            " GROUPIO_TOKEN_FILE (or GROUPIO_TOKEN) to the same secret on all nodes"
+        )
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str) -> zmq.Socket[bytes]:
+    """A socket for frames to or from ``host``, with limits on everything that it keeps."""
+    sock = context.socket(kind)
+    sock.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.LINGER, LINGER_MS)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    sock.setsockopt(zmq.IPV6, int(":" in host))
+    sock.setsockopt(zmq.RECONNECT_IVL, 100)
+    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    # Links have their own heartbeat; this one frees the connections of machines that vanished.
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
+    return sock
+
+
+class LoopSocket:
+    """A socket that hands every message to ``on_parts`` in the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: zmq.Socket[bytes],
+        on_parts: Callable[[Parts], None],
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._on_parts = on_parts
+        self._fd: int = sock.FD
+        self._due = False
+        loop.add_reader(self._fd, self._drain)
+        self._soon()
+
+    def send(self, parts: Sequence[bytes]) -> bool:
+        """Send without waiting; False when the message is lost: no room, no such peer, closed."""
+        if self._sock.closed:
+            return False
+        try:
+            self._sock.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        finally:
+            # Its descriptor speaks only once of what came; a call may have taken that word.
+            self._soon()
+        return True
+
+    def close(self) -> None:
+        """Close the socket; what was sent last lingers."""
+        if not self._sock.closed:
+            self._loop.remove_reader(self._fd)
+            self._sock.close()
+
+    def _soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._drain_again)
+
+    def _drain_again(self) -> None:
+        self._due = False
+        self._drain()
+
+    def _drain(self) -> None:
+        for _ in range(_TURN):
+            if self._sock.closed:
+                return
+            try:
+                parts = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_parts(parts)
+        self._soon()  # the others of the loop come first
+
+
+class Refusals:
+    """Logs the addresses that were refused, each once in a while; any thread."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, peer: str) -> None:
+        """A peer without the right key."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._logged.get(peer, -REFUSED_LOG_S) < REFUSED_LOG_S:
+                return
+            if len(self._logged) >= _REFUSED_KEPT:
+                self._logged.clear()
+            self._logged[peer] = now
+        _log.warning("refused a control connection from %s: wrong or missing key", peer)
+
+
+class Gate:
+    """Lets only connections with the client key of ``keys`` through (ZAP); one for each context."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: Keys,
+        refusals: Refusals,
+    ) -> None:
+        sock = context.socket(zmq.REP)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.bind("inproc://zeromq.zap.01")
+        self._allowed = z85.decode(keys.client_public)
+        self._refusals = refusals
+        self._socket = LoopSocket(loop, sock, self._asked)
+
+    def close(self) -> None:
+        """Ask nobody any more: further connections stay without an answer."""
+        self._socket.close()
+
+    def _asked(self, parts: Parts) -> None:
+        version, request, domain, address, _identity, mechanism, *proofs = (p.bytes for p in parts)
+        good = (domain, mechanism, proofs) == (_DOMAIN, b"CURVE", [self._allowed])
+        if not good:
+            self._refusals.add(address.decode("latin-1"))
+        status = (b"200", b"OK") if good else (b"400", b"refused")
+        self._socket.send([version, request, *status, b"groupio" if good else b"", b""])
+
+
+def require_client_key(sock: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a listening socket take only peers that its context's Gate lets through."""
+    sock.setsockopt(zmq.CURVE_SERVER, 1)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
+    sock.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+
+def show_client_key(sock: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a connecting socket prove its key, and take only the right listener."""
+    sock.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+    sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
+    sock.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
+
+
+class Monitor:
+    """Logs peers whose handshake failed before the Gate was asked: another key, or none."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        sock: zmq.Socket[bytes],
+        refusals: Refusals,
+    ) -> None:
+        self._sock = sock
+        self._refusals = refusals
+        self._peers: dict[int, str] = {}
+        address = f"inproc://monitor-{id(self)}"
+        sock.monitor(address, zmq.EVENT_ALL)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(address)
+        self._thread = threading.Thread(target=self._run, name="control-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; call it before the socket is closed."""
+        self._sock.disable_monitor()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        failed = False
+        while True:
+            event = parse_monitor_message(self._events.recv_multipart())
+            kind, value = event["event"], int(event["value"])
+            if kind == zmq.EVENT_MONITOR_STOPPED:
+                break
+            if kind == zmq.EVENT_ACCEPTED:
+                self._peers[value] = _peer_of(value)
+            elif kind in (
+                zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+            ):
+                failed = True  # the next event is its disconnection, which has the descriptor
+            elif kind == zmq.EVENT_DISCONNECTED:
+                peer = self._peers.pop(value, "")
+                if failed:
+                    self._refusals.add(peer or "a peer that was gone at once")
+                failed = False
+        self._events.close()
+
+
+def _peer_of(fd: int) -> str:
+    """The address at the other end of a connection of this process, "" when it is closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+        peer: tuple[Any, ...] = copy.getpeername()
+        return str(peer[0])
+    return ""
