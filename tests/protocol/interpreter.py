@@ -37,6 +37,9 @@ ON_NODE = (
     fx.FinishJob,
     fx.CancelJob,
     fx.EndJob,
+    fx.RunOrder,
+    fx.KeepContent,
+    fx.DropContent,
 )
 
 
@@ -226,6 +229,8 @@ class Interpreter:
                 job=given.get("job"),
                 metadata={"note": given["note"]} if "note" in given else {},
                 door=given.get("door", ""),
+                replicas=int(given.get("replicas", "1")),
+                total_bytes=layout.total_bytes,
             )
         )
 
@@ -371,9 +376,8 @@ class Interpreter:
         self.controller.waiting.limit = int(line.flags[0])
 
 
-def replay(path: Path) -> str:
+def replay(path: Path, interpreter: Interpreter) -> str:
     """Run a transcript; the text that it should have."""
-    interpreter = Interpreter()
     result: list[str] = []
     commands: list[str] = []
     lines = iter(path.read_text(encoding="utf-8").splitlines())

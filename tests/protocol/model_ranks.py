@@ -11,7 +11,7 @@ from groupio.model import DecisionKey, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 
-LADDER = (Level.STAGED, Level.REMOTE, Level.DURABLE)
+LADDER = (Level.STAGED, Level.REPLICATED, Level.REMOTE, Level.DURABLE)
 
 
 @dataclass

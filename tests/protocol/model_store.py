@@ -37,6 +37,7 @@ class ModelStore:
     records: dict[DecisionKey, Record] = field(default_factory=dict)
     prepared: dict[DecisionKey, Record] = field(default_factory=dict)
     inflight: dict[DecisionKey, int] = field(default_factory=dict)
+    announced: dict[DecisionKey, fx.PublishInflight] = field(default_factory=dict)
     lineages: dict[int, Lineage] = field(default_factory=dict)
     dropped: set[DecisionKey] = field(default_factory=set)
     """Attempts whose segments were deleted to make room for their abort records."""
@@ -74,8 +75,8 @@ class ModelStore:
 
     def _do(self, effect: fx.Effect) -> Any:
         match effect:
-            case fx.OpenStore(held=held):
-                return ev.StoreOpened(self._recover(set(held)))
+            case fx.OpenStore(held=held, resume=resume):
+                return ev.StoreOpened(self._recover(set(held), resume=resume))
             case fx.CreateLineage(lineage=line):
                 if line.number in self.lineages:
                     return self._failed(effect, StorageError)
@@ -84,6 +85,7 @@ class ModelStore:
             case fx.PublishInflight(group=group, key=key):
                 self._check_attempt(key)
                 self.inflight[key] = effect.incarnation
+                self.announced[key] = effect
                 return ev.InflightPublished(group)
             case fx.PrepareEpoch(group=group, key=key):
                 content = content_of(effect.reports)
@@ -129,9 +131,17 @@ class ModelStore:
         found = self.prepared.get(effect.key) if complete else None
         self._create(effect.key, found or Record(False, b"", 0, False))
 
-    def _recover(self, held: set[DecisionKey]) -> ev.StoreState:
+    def _recover(self, held: set[DecisionKey], *, resume: bool) -> ev.StoreState:
+        undecided = []
         for key in sorted(set(self.inflight) | set(self.prepared)):
-            if key not in held:
+            if key in held:
+                continue
+            if resume and key not in self.prepared and key not in self.records:
+                made = self.announced[key]
+                undecided.append(
+                    ev.UndecidedAttempt(key, made.incarnation, made.world_size, made.nodes)
+                )
+            else:
                 incarnation = self.inflight.get(key, 0)
                 self._create(key, self.prepared.get(key) or Record(False, b"", incarnation, False))
                 self.inflight.pop(key, None)
@@ -147,6 +157,7 @@ class ModelStore:
             aborted=tuple(key for key, r in self.records.items() if not r.commit),
             incarnation=max(known, default=0),
             node_local=self.node_local,
+            undecided=tuple(undecided),
         )
 
     def check_told(self, key: DecisionKey, outcome: Outcome) -> None:

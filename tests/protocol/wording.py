@@ -51,7 +51,7 @@ def told(error: GroupIOError) -> str:
 
 def spoken(effect: fx.Effect) -> str:
     """An effect in one line."""
-    for speak in (_to_store, _to_node, _to_member, _on_node):
+    for speak in (_to_store, _to_node, _of_nodes, _to_member, _on_node):
         text = speak(effect)
         if text is not None:
             return text
@@ -66,6 +66,7 @@ def _to_store(effect: fx.Effect) -> str | None:
             return f"stop timer {name}"
         case fx.OpenStore(held=held, create=create):
             kept = f", leaving {' '.join(map(short, held))} alone" if held else ""
+            kept += ", and what other nodes may hold" if effect.resume else ""
             return f"store: {'open or create' if create else 'open if there'}{kept}"
         case fx.CreateLineage(lineage=line):
             return f"store: lineage {line.number} after epoch {line.after_epoch} of {line.parent}"
@@ -96,6 +97,10 @@ def _to_node(effect: fx.Effect) -> str | None:
             how = "" if effect.store else ", only to compare"
             full = "" if effect.when_full == "wait" else f", {effect.when_full} when full"
             door = f", door={effect.door}" if effect.door else ""
+            door += ", planned" if effect.planned else ""
+            door += f", {in_mib(effect.replica_bytes)} for copies" if effect.replica_bytes else ""
+            door += "" if effect.wait else ", without waiting"
+            door += ", again" if effect.again else ""
             return f"{node} <- admit g{g} {short(key)} ranks={ranks_of(seats)}{how}{full}{door}"
         case fx.StartCopy(node=node, group=g):
             return f"{node} <- start g{g}"
@@ -109,8 +114,65 @@ def _to_node(effect: fx.Effect) -> str | None:
     return None
 
 
+def _of_nodes(effect: fx.Effect) -> str | None:
+    match effect:
+        case fx.RetractGroup(node=node, group=g):
+            return f"{node} <- retract g{g}"
+        case fx.MakePlan(group=g):
+            lost = f", without {' '.join(effect.lost)}" if effect.lost else ""
+            done = f", done by {' '.join(r.node for r in effect.done)}" if effect.done else ""
+            links = " ".join(n.node + ("" if n.fabric_ok else "!") for n in effect.nodes)
+            return f"plan g{g} round {effect.round} for {links} x{effect.replicas}{lost}{done}"
+        case fx.StoreChunks(node=node, group=g):
+            return f"{node} <- store g{g} round {effect.round}: {_ordered(effect.order)}"
+        case fx.AdoptGroup(node=node, key=key, group=g):
+            return f"{node} <- adopt {short(key)} as g{g}"
+        case fx.DropHeld(node=node, key=key):
+            what = "committed" if effect.committed else "not committed"
+            keep = "keep" if effect.keep_segments else "delete"
+            return f"{node} <- drop {short(key)}, {what}, {keep} its segments"
+        case fx.RefuseNode(node=node, life=life, error=error):
+            return f"{node} of life {life} is refused: {told(error)}"
+        case fx.TellUnreachable(seat=seat, level=level, error=error):
+            return f"{seat.client}/{seat.save_id}: not {level}: {error.message}"
+        case fx.RunOrder(group=g):
+            room = f", room at {in_mib(effect.offset)}+{in_mib(effect.length)}"
+            room = room if effect.length else ""
+            return f"job g{g} round {effect.round}: {_ordered(effect.order)}{room}"
+        case fx.KeepContent(group=g, key=key):
+            return f"chunks of g{g} stay for readers of {short(key)}"
+        case fx.DropContent(arena=arena):
+            where = f"{in_mib(effect.offset)}+{in_mib(effect.length)}"
+            return f"serve nothing from arena {arena} {where}"
+    return None
+
+
+def _ordered(order: Any) -> str:
+    """What a node is to do in a round, by numbers of chunks."""
+    parts = [f"write {len(order.write)}"] if len(order.write) else []
+    for fetch in order.fetch:
+        kept, moved = int(fetch.keep.sum()), int(fetch.write.sum())
+        what = [f"keep {kept}"] * bool(kept) + [f"write {moved}"] * bool(moved)
+        others = f" or {' '.join(fetch.others)}" if fetch.others else ""
+        parts.append(f"from {fetch.source}{others} {' '.join(what)}")
+    parts += ["record"] * order.record
+    return ", ".join(parts) or "nothing"
+
+
 def _reported(event: Any) -> str:
     match event:
+        case ev.NodeBusy(group=g, node=node):
+            return f"{node} -> busy g{g}"
+        case ev.NodeHashed(group=g, node=node):
+            return f"{node} -> hashed g{g}"
+        case ev.NodeReplicated(group=g, node=node):
+            return f"{node} -> keeps {len(event.copies)} copies of g{g}, round {event.round}"
+        case ev.NodeShort(group=g, node=node):
+            lied = f", {' '.join(event.liars)} lied" if event.liars else ""
+            asked = " ".join(event.asked)
+            return f"{node} -> lacks {len(event.digests)} of g{g}, asked {asked}{lied}"
+        case ev.NodeStored(group=g, node=node, round=n) if n:
+            return f"{node} -> stored g{g} round {n}"
         case ev.NodeAdmitted(group=g, node=node):
             return f"{node} -> admitted g{g}"
         case ev.NodeRefused(group=g, node=node, error=error):
@@ -157,9 +219,11 @@ def _on_node(effect: fx.Effect) -> str | None:
             return f"punch arena {arena} {in_mib(offset)}+{in_mib(length)}"
         case fx.StartJob(group=g, store=store, door=door):
             how = "" if store else ", only to compare"
+            how += ", planned" if effect.planned else ""
             return f"job g{g} starts{how}" + (f", with frames for {door}" if door else "")
         case fx.AddWave(group=g, rank=rank, number=number):
-            return f"job g{g} gets wave {number + 1} of rank {rank}"
+            how = "" if effect.eager else ", to hash"
+            return f"job g{g} gets wave {number + 1} of rank {rank}{how}"
         case fx.FinishJob(group=g):
             return f"job g{g} has all"
         case fx.CancelJob(group=g):

@@ -11,63 +11,30 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from groupio.errors import GroupIOError
 from groupio.model import CHUNK_BYTES, PAGE_BYTES
-from groupio.plan.layout import Layout, Wave, waves
+from groupio.plan.layout import waves
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
-from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, Use, extent_bytes
+from groupio.protocol.heldgroups import HeldGroups
+from groupio.protocol.ledger import EXTENT_ALIGN, extent_bytes
+from groupio.protocol.nodestate import REPLICA_ARENA, Lease, NodeGroup, drop_content
+
+__all__ = ["REPLICA_ARENA", "WINDOW_BYTES_MIN", "AgentMachine", "Lease", "NodeGroup"]
 
 WINDOW_BYTES_MIN = 2 * CHUNK_BYTES + PAGE_BYTES
 """The smallest window of a lease that goes through in waves."""
 
 
 @dataclass(slots=True)
-class Lease:
-    """A member's share of its group's memory."""
-
-    seat: fx.MemberSeat
-    layout: Layout
-    window: int = 0
-    waves: list[Wave] = field(default_factory=list)
-    extent: Extent | None = None
-    granted: int = -1
-    copied: int = -1
-    stored: int = -1
-    stopped: bool = False
-
-
-@dataclass(slots=True)
-class NodeGroup:
-    """A group as this node sees it."""
-
-    order: fx.AdmitGroup
-    leases: dict[int, Lease]
-    admitted: bool = False
-    refused: bool = False
-    started: bool = False
-    aborting: bool = False
-
-
-@dataclass(slots=True)
-class AgentMachine:
+class AgentMachine(HeldGroups):
     """The machine of one node; group numbers are unique over all of the node's jobs."""
-
-    node: str
-    ledger: Ledger
-    groups: dict[int, NodeGroup] = field(default_factory=dict)
-    arenas: dict[str, int] = field(default_factory=dict)
-    """The arena of each client."""
-    _asked: dict[tuple[str, int], ev.LeaseAsked] = field(default_factory=dict)
-    _ahead: dict[str, Extent] = field(default_factory=dict)
-    """Free memory that clients got ahead of their first saves."""
-    _gone: set[str] = field(default_factory=set)
-    _held: dict[tuple[str, int], list[Extent]] = field(default_factory=dict)
-    _arena_count: int = 0
 
     # -- events ---------------------------------------------------------
 
@@ -93,16 +60,40 @@ class AgentMachine:
                 return self._on_copied(event)
             case ev.WaveStored():
                 return self._on_stored(event)
-            case ev.JobStored(group=number, report=report):
-                return self._report(number, ev.NodeStored(number, self.node, report))
-            case ev.JobFailed(group=number, error=error):
-                return self._report(number, ev.NodeFailed(number, self.node, error))
+            case ev.JobStored():
+                return self._on_job_stored(event)
+            case ev.JobFailed():
+                return self._on_job_failed(event)
             case ev.JobIdle(group=number):
                 return self._on_idle(number)
             case ev.WriterStopped(client=client, save_id=save_id):
                 return self._on_stopped(client, save_id)
             case ev.MemberGone():
                 return self._on_gone(event)
+        return self._handle_planned(event)
+
+    def _handle_planned(self, event: Any) -> list[fx.Effect]:
+        """What only groups of several nodes, and changes of the controller, bring about."""
+        match event:
+            case fx.RetractGroup():
+                return self._on_retract(event)
+            case fx.StoreChunks():
+                return self._on_order(event)
+            case fx.AdoptGroup():
+                return self._on_adopt(event)
+            case fx.DropHeld():
+                return self._on_drop(event)
+            case ev.JobHashed():
+                return self._on_hashed(event)
+            case ev.JobReplicated():
+                return self._on_replicated(event)
+            case ev.JobShort():
+                return self._on_short(event)
+            case ev.ControllerLeft():
+                return self._on_left(event)
+            case ev.MemoryReserved(nbytes=nbytes):
+                self.ledger.reserved += nbytes
+                return self._give_way() if nbytes > 0 else self._admit_next()
         raise AssertionError(f"agent machine got {event!r}")
 
     @property
@@ -122,38 +113,67 @@ class AgentMachine:
     # -- admission ---------------------------------------------------------
 
     def _on_admit(self, order: fx.AdmitGroup) -> list[fx.Effect]:
-        if order.group in self.groups:
-            return []
+        known = self.groups.get(order.group)
+        if known is not None:
+            return self._admit_again(known, order)
         waiting = bool(self._queue())
-        leases: dict[int, Lease] = {}
+        group = NodeGroup(order, {}, order.group)
         gone: list[int] = []
         for seat in order.seats:
             asked = self._asked.pop((seat.client, seat.save_id), None)
             if asked is None:
                 gone.append(seat.rank)
             else:
-                leases[seat.rank] = Lease(seat, asked.layout)
-        group = NodeGroup(order, leases)
+                group.leases[seat.rank] = Lease(seat, asked.layout)
+                group.asked[seat.rank] = asked
         self.groups[order.group] = group
         if gone:
-            return [self._refuse(group, reasons.lost_peers(order.key.epoch, tuple(gone)))]
-        need = sum(extent_bytes(x.layout.total_bytes) for x in leases.values())
-        least = min(need, len(leases) * extent_bytes(WINDOW_BYTES_MIN))
+            return self._refuse(group, reasons.lost_peers(order.key.epoch, tuple(gone)))
+        need = self._need(group)
+        least = min(need, len(group.leases) * extent_bytes(WINDOW_BYTES_MIN))
         free, budget = self.ledger.available, self.ledger.budget
         if least > budget:
             full = reasons.no_room(order, least, budget, free, ever=False)
-            return [self._refuse(group, full)]
+            return self._refuse(group, full)
+        crowded = need > free or (waiting and need > 0)
         if order.when_full != "wait" and (need > free or waiting):
             full = reasons.no_room(order, need, budget, free, ever=True)
-            return [self._refuse(group, full)]
+            return self._refuse(group, full)
+        if crowded and not order.wait:
+            busy = ev.NodeBusy(order.group, self.node)
+            return [*self._give_back(group), fx.Report(busy, order.group)]
         return self._admit_next()
 
-    def _refuse(self, group: NodeGroup, error: GroupIOError) -> fx.Effect:
+    def _admit_again(self, group: NodeGroup, order: fx.AdmitGroup) -> list[fx.Effect]:
+        """The order is known: answer once more where the first answer may not have arrived."""
+        asked_again = order.again or order.wait != group.order.wait
+        if not asked_again or group.number != order.group:
+            return []
+        group.order = msgspec.structs.replace(order, again=False)
+        answers = (ev.NodeAdmitted, ev.NodeRefused)
+        said = [e for e in group.said if isinstance(e, answers)]
+        for i, answer in enumerate(said):
+            if isinstance(answer, ev.NodeAdmitted):
+                said[i] = msgspec.structs.replace(answer, waited=order.wait)
+        return [fx.Report(answer, order.group) for answer in said]
+
+    def _refuse(self, group: NodeGroup, error: GroupIOError) -> list[fx.Effect]:
         group.refused = True
-        return fx.Report(ev.NodeRefused(group.order.group, self.node, error))
+        return self._say(group, ev.NodeRefused(group.number, self.node, error))
 
     def _queue(self) -> list[NodeGroup]:
         return [g for g in self.groups.values() if not (g.admitted or g.refused or g.aborting)]
+
+    def _need(self, group: NodeGroup) -> int:
+        """All that the group would like to have: room for its members and for copies."""
+        own = sum(extent_bytes(x.layout.total_bytes) for x in group.leases.values())
+        return own + self._replica_bytes(group, own)
+
+    def _replica_bytes(self, group: NodeGroup, own: int) -> int:
+        """The extent for chunks of others; none where it can never fit beside the members."""
+        wanted = group.order.replica_bytes
+        nbytes = extent_bytes(wanted) if wanted else 0
+        return nbytes if own + nbytes <= self.ledger.budget else 0
 
     def _admit_next(self) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
@@ -162,55 +182,79 @@ class AgentMachine:
             if spare < 0:
                 break  # in order of arrival: a small group does not starve a large one
             group.admitted = True
+            effects += self._take_replica(group)
             for lease in group.leases.values():
                 effects += self._open_arena(lease.seat.client)
-                spare -= self._take(lease, spare)
+                more, taken = self._take(group, lease, spare)
+                effects += taken
+                spare -= more
             for lease in group.leases.values():
                 effects += self._end_standby(lease.seat.client)
             effects += self._give_way()
-            effects.append(fx.Report(ev.NodeAdmitted(group.order.group, self.node)))
+            admitted = ev.NodeAdmitted(
+                group=group.number,
+                node=self.node,
+                waited=group.order.wait,
+                replica_bytes=0 if group.replica is None else group.order.replica_bytes,
+                in_memory=all(len(x.waves) == 1 for x in group.leases.values()),
+            )
+            effects += self._say(group, admitted)
         return effects
 
     def _fit(self, group: NodeGroup) -> int:
         """Set the windows of the leases; the memory left over then, negative if there is none."""
         free, budget = self.ledger.available, self.ledger.budget
         sizes = {r: x.layout.total_bytes for r, x in group.leases.items()}
-        need = sum(extent_bytes(size) for size in sizes.values())
-        if need <= budget or free < budget:
+        own = sum(extent_bytes(size) for size in sizes.values())
+        whole = budget - self.ledger.reserved
+        if own <= budget or free < whole:
             for rank, lease in group.leases.items():
                 lease.window = max(WINDOW_BYTES_MIN, sizes[rank])
-            return free - need
-        left = budget - len(sizes) * extent_bytes(WINDOW_BYTES_MIN)
+            return free - own - self._replica_bytes(group, own)
+        left = whole - len(sizes) * extent_bytes(WINDOW_BYTES_MIN)
+        if left < 0:
+            return left  # until the agent itself needs less
         for rank, lease in group.leases.items():
             share = left * sizes[rank] // sum(sizes.values()) // EXTENT_ALIGN * EXTENT_ALIGN
             lease.window = extent_bytes(WINDOW_BYTES_MIN) + share
-        return budget - sum(lease.window for lease in group.leases.values())
+        return whole - sum(lease.window for lease in group.leases.values())
 
-    def _take(self, lease: Lease, spare: int) -> int:
+    def _take_replica(self, group: NodeGroup) -> list[fx.Effect]:
+        """Lease the memory for chunks of other nodes."""
+        own = sum(extent_bytes(x.layout.total_bytes) for x in group.leases.values())
+        if not self._replica_bytes(group, own):
+            return []
+        effects: list[fx.Effect] = []
+        if not self._replicas_open:
+            self._replicas_open = True
+            effects.append(fx.OpenArena(REPLICA_ARENA, ""))
+        nbytes = group.order.replica_bytes
+        group.replica = self.ledger.lease(REPLICA_ARENA, nbytes, sparing=True)
+        return effects + drop_content(group.replica)
+
+    def _take(self, group: NodeGroup, lease: Lease, spare: int) -> tuple[int, list[fx.Effect]]:
         """Lease the memory of one member; how much more it got than it asked for."""
         lease.waves = waves(lease.layout, lease.window)
         length = max(wave.virt_hi - wave.virt_lo for wave in lease.waves)
-        lease.extent = self.ledger.lease(self.arenas[lease.seat.client], length, spare)
-        return lease.extent.length - extent_bytes(length)
-
-    def _open_arena(self, client: str) -> list[fx.Effect]:
-        if client in self.arenas:
-            return []
-        self._arena_count += 1
-        self.arenas[client] = self._arena_count
-        return [fx.OpenArena(self._arena_count, client)]
+        arena = self.arenas[lease.seat.client]
+        lease.extent = self.ledger.lease(arena, length, spare, sparing=group.order.planned)
+        return lease.extent.length - extent_bytes(length), drop_content(lease.extent)
 
     # -- copying ---------------------------------------------------------
 
     def _on_start(self, number: int) -> list[fx.Effect]:
-        group = self.groups.get(number)
-        if group is None or group.started:
+        group = self._by_number(number)
+        if group is None or group.started or not group.admitted or group.aborting:
             return []
         group.started = True
         order = group.order
-        effects: list[fx.Effect] = [fx.StartJob(order.group, order.key, order.store, order.door)]
+        effects: list[fx.Effect] = [
+            fx.StartJob(order.group, order.key, order.store, order.door, order.planned)
+        ]
         for lease in group.leases.values():
             effects.append(self._grant(group, lease, 0))
+        if not group.leases:
+            effects.append(fx.FinishJob(order.group))
         return effects
 
     def _grant(self, group: NodeGroup, lease: Lease, number: int) -> fx.Effect:
@@ -227,13 +271,6 @@ class AgentMachine:
             waves=len(lease.waves),
             wave=lease.waves[number],
         )
-
-    def _find(self, client: str, save_id: int) -> tuple[NodeGroup, Lease] | None:
-        for group in self.groups.values():
-            for lease in group.leases.values():
-                if (lease.seat.client, lease.seat.save_id) == (client, save_id):
-                    return group, lease
-        return None
 
     def _on_copied(self, event: ev.WaveCopied) -> list[fx.Effect]:
         found = self._find(event.client, event.save_id)
@@ -255,11 +292,12 @@ class AgentMachine:
                 arena=lease.extent.arena,
                 offset=lease.extent.offset,
                 wave=lease.waves[event.wave],
+                eager=not group.order.planned or len(lease.waves) > 1,
             )
         ]
         if event.wave == len(lease.waves) - 1:
             lease.stopped = True
-            effects.append(fx.Report(ev.MemberCopied(number, lease.seat.rank)))
+            effects += self._say(group, ev.MemberCopied(group.number, lease.seat.rank))
         if all(x.copied == len(x.waves) - 1 for x in group.leases.values()):
             effects.append(fx.FinishJob(number))
         return effects
@@ -278,44 +316,16 @@ class AgentMachine:
 
     # -- the end ---------------------------------------------------------
 
-    def _report(self, number: int, event: Any) -> list[fx.Effect]:
-        """Report what the flush job said, unless its group is over."""
-        return [fx.Report(event)] if number in self.groups else []
-
     def _on_abort(self, number: int) -> list[fx.Effect]:
-        group = self.groups.get(number)
+        group = self._by_number(number)
         if group is None or group.aborting:
             return []
         group.aborting = True
+        group.orders.clear()
         if group.started:
-            return [fx.CancelJob(number)]
-        return [fx.Report(ev.NodeIdle(number, self.node)), *self._admit_next()]
-
-    def _on_idle(self, number: int) -> list[fx.Effect]:
-        return self._report(number, ev.NodeIdle(number, self.node))
-
-    def _on_close(self, event: fx.CloseGroup) -> list[fx.Effect]:
-        group = self.groups.pop(event.group, None)
-        if group is None:
-            return []
-        for lease in group.leases.values():
-            if lease.extent is None:
-                continue
-            if lease.stopped or lease.granted < 0 or lease.seat.client in self._gone:
-                self.ledger.free(lease.extent)
-            else:
-                self.ledger.quarantine(lease.extent)
-                self._quarantined(lease)
-        effects: list[fx.Effect] = []
-        if group.started:
-            effects.append(fx.EndJob(event.group, not event.keep_segments))
-        for lease in group.leases.values():
-            effects += self._drop_if_gone(lease.seat.client)
-        return effects + self._admit_next()
-
-    def _quarantined(self, lease: Lease) -> None:
-        assert lease.extent is not None
-        self._held.setdefault((lease.seat.client, lease.seat.save_id), []).append(lease.extent)
+            return [fx.CancelJob(group.order.group)]
+        idle = self._say(group, ev.NodeIdle(group.number, self.node))
+        return [*idle, *self._admit_next()]
 
     def _on_stopped(self, client: str, save_id: int) -> list[fx.Effect]:
         found = self._find(client, save_id)
@@ -340,71 +350,5 @@ class AgentMachine:
             ranks = tuple(r for r, x in group.leases.items() if x.seat.client == client)
             if ranks:
                 lost = reasons.lost_peers(group.order.key.epoch, ranks)
-                effects.append(self._refuse(group, lost))
+                effects += self._refuse(group, lost)
         return [*effects, *self._drop_if_gone(client), *self._admit_next()]
-
-    def _drop_if_gone(self, client: str) -> list[fx.Effect]:
-        """Give back the arena of a client whose process is gone, once nothing uses it."""
-        arena = self.arenas.get(client)
-        if client not in self._gone:
-            return []
-        if arena is None:
-            self._gone.discard(client)
-            return []
-        if self.ledger.held(arena):
-            return []
-        self.ledger.drop_arena(arena)
-        self._ahead.pop(client, None)
-        self._gone.discard(client)
-        del self.arenas[client]
-        return [fx.CloseArena(arena)]
-
-    # -- standby ---------------------------------------------------------
-
-    def _on_expected(self, client: str, total_bytes: int) -> list[fx.Effect]:
-        """Give a client memory ahead of its first save, if there is room without taking any.
-
-        It is free memory, which any group may take. A larger expectation replaces a smaller one.
-        """
-        length = extent_bytes(total_bytes)
-        old = self._ahead.get(client)
-        if old is None and client in self.arenas:
-            return []  # it saved already, or others needed the memory
-        held = 0 if old is None else old.length
-        if length <= held or self.ledger.total() - held + length > self.ledger.budget:
-            return []
-        effects = [*self._end_standby(client), *self._open_arena(client)]
-        arena = self.arenas[client]
-        extent = self._ahead[client] = self.ledger.lease(arena, length)
-        self.ledger.free(extent)
-        return [*effects, fx.Populate(arena, extent.offset, extent.length, client)]
-
-    def _on_mapped(self, event: ev.AheadMapped) -> list[fx.Effect]:
-        """Mapping touches the memory: what was given back meanwhile has to go once more."""
-        arena = self.arenas.get(event.client)
-        if arena is None:
-            return []
-        end = event.offset + event.length
-        for extent in self.ledger.extents:
-            overlaps = extent.offset < end and event.offset < extent.offset + extent.length
-            if extent.arena == arena and overlaps:
-                return []
-        return [fx.Punch(arena, event.offset, event.length)]
-
-    def _end_standby(self, client: str) -> list[fx.Effect]:
-        """The memory that the client got ahead is in use now, or not what it needs."""
-        extent = self._ahead.pop(client, None)
-        if extent is None or extent.use is not Use.FREE:
-            return []
-        self.ledger.discard(extent)
-        return [_punch(extent)]
-
-    def _give_way(self) -> list[fx.Effect]:
-        """Give back free memory until the budget holds."""
-        out = self.ledger.overcommit()
-        self._ahead = {client: e for client, e in self._ahead.items() if e not in out}
-        return [_punch(extent) for extent in out]
-
-
-def _punch(extent: Extent) -> fx.Effect:
-    return fx.Punch(extent.arena, extent.offset, extent.length)

@@ -6,100 +6,52 @@ Soft state: what must survive stands in the store. A controller that starts anew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from groupio.errors import GroupIOError, Outcome
-from groupio.model import DecisionKey, Lineage
+from groupio.model import DecisionKey
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol import reasons
-from groupio.protocol.group import BEFORE_STAGED, HOLDS_MEMORY, Group, Phase
-from groupio.protocol.members import Client, Incarnation
-from groupio.protocol.missed import Missed
-from groupio.protocol.presence import Life, Presence, Watch
-from groupio.protocol.waiting import WaitingRoom, refuse
+from groupio.protocol.group import BEFORE_STAGED, Group, Phase
+from groupio.protocol.jobstate import EPOCHS_IN_FLIGHT
+from groupio.protocol.joining import AgentsOfJob
+from groupio.protocol.members import Client
+from groupio.protocol.presence import Watch
+from groupio.protocol.resume import RESUME_TIMER
+from groupio.protocol.waiting import refuse
 
-EPOCHS_IN_FLIGHT = 2
-"""How many epochs may hold memory at once; a third one waits before its copy."""
+__all__ = ["EPOCHS_IN_FLIGHT", "Controller"]
+
+REOPEN_TIMER = "away-store"
+REOPEN_S = 5.0
+"""While the store cannot be reached, but nodes hold sealed groups, it is opened again so often."""
 
 
 @dataclass(slots=True)
-class Controller:
+class Controller(AgentsOfJob):
     """The machine of one job in one store."""
-
-    epochs_in_flight: int = EPOCHS_IN_FLIGHT
-    incarnation: Incarnation | None = None
-    groups: dict[int, Group] = field(default_factory=dict)
-    draining: bool = False
-    lineages: dict[int, Lineage] = field(default_factory=dict)
-    committed: dict[DecisionKey, bytes] = field(default_factory=dict)
-    store_open: bool = False
-    node_local: bool = True
-    job: str = ""
-    _opening: bool = False
-    _creating: bool = False
-    _new_lineage: bool = False
-    _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
-    _incarnation_max: int = 0
-    missed: Missed = field(default_factory=Missed)
-    waiting: WaitingRoom = field(default_factory=WaitingRoom)
-    presence: Presence = field(default_factory=Presence)
-    _clients: dict[str, Client] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=lambda: count(1))
-    """Where group numbers come from; controllers that share an agent share it."""
-
-    # -- questions ---------------------------------------------------------
-
-    @property
-    def lineage(self) -> int:
-        """The lineage that new epochs go to."""
-        return lines.current(self.lineages)
-
-    @property
-    def latest(self) -> int:
-        """The newest committed epoch of the line, -1 when there is none."""
-        return max(self._visible(), default=-1) if self.lineages else -1
-
-    def in_flight(self) -> list[Group]:
-        """The groups that hold memory, oldest epoch first."""
-        held = [g for g in self.groups.values() if g.phase in HOLDS_MEMORY]
-        return sorted(held, key=lambda g: (g.lineage, g.epoch, g.number))
-
-    def undecided_for(self, client: str) -> list[int]:
-        """Groups that a reader should wait for: staged, or doomed, and not the reader's own."""
-        return [
-            g.number
-            for g in self.groups.values()
-            if g.rank_of(client) is None
-            and (g.phase not in BEFORE_STAGED or any(map(self._is_gone, self._names(g))))
-        ]
-
-    def find(self, client: str, save_id: int) -> tuple[int, int] | None:
-        """The group and the rank of a client's save, or None when it has no group (yet)."""
-        for group in self.groups.values():
-            for rank, seat in group.seats.items():
-                if (seat.opened.client, seat.opened.save_id) == (client, save_id):
-                    return group.number, rank
-        return None
-
-    def _names(self, group: Group) -> list[str]:
-        return [seat.opened.client for seat in group.seats.values()]
-
-    def _is_gone(self, client: str) -> bool:
-        known = self._clients.get(client)
-        return known is None or not known.alive
-
-    def _visible(self) -> dict[int, DecisionKey]:
-        return lines.visible(self.committed, self.lineages, self.lineage)
 
     # -- events ---------------------------------------------------------
 
     def handle(self, event: ev.ControllerEvent) -> list[fx.Effect]:
         """Take one event; the effects are to be executed in order."""
+        effects = self._handle(event)
+        if self.nodes.known:
+            self.refusals.note(effects)
+        return effects
+
+    def _handle(self, event: ev.ControllerEvent) -> list[fx.Effect]:
         match event:
+            case ev.NodeJoined():
+                return self._on_joined(event)
+            case ev.NodeLost():
+                return self._on_node_lost(event)
+            case ev.LinkMeasured(link=link):
+                self.nodes.measure(link)
+                return []
             case ev.ClientArrived():
                 return self._watch(event.rank) if self.presence.arrive(event) else []
             case ev.MemberOpened():
@@ -121,6 +73,11 @@ class Controller:
                     return refused
                 if (over := self.presence.expire(name)) is not None:
                     return self._on_absent(over)
+                if name == RESUME_TIMER:
+                    return self._judge(over=True)
+                if name == REOPEN_TIMER:
+                    self._store_away = False
+                    return self.open_store(create=True)
                 group = next((g for g in self.groups.values() if g.timer == name), None)
             case ev.InflightPublished(error=error) if error is not None:
                 # The store may have been replaced or lost: look at it anew before the next save.
@@ -128,6 +85,8 @@ class Controller:
                 group = self.groups.get(event.group)
             case _:
                 group = self.groups.get(event.group)
+                if self.nodes.gone(getattr(event, "node", "")) and hasattr(event, "node"):
+                    group = None  # it was on its way when its node was lost
         if group is None:
             return []
         return group.handle(event) + self._advance(group)
@@ -138,7 +97,7 @@ class Controller:
             return []
         self._opening, self._creating = True, create
         held = tuple(g.key for g in self.in_flight() if g.key is not None)
-        return [fx.OpenStore(held, create)]
+        return [fx.OpenStore(held, create, self.resumes)]
 
     @property
     def opening(self) -> bool:
@@ -163,15 +122,16 @@ class Controller:
     def _on_store_opened(self, state: ev.StoreState) -> list[fx.Effect]:
         if not self._opening:
             return []
-        self._opening, self.store_open = False, True
+        self._opening, self.store_open, self._store_away = False, True, False
         self.node_local, self.job = state.node_local, state.job
+        self.store_id = state.store_id
         self.lineages = lines.by_number(state.lineages)
         self.committed = {c.key: c.content_id for c in state.committed}
         self._attempts = {}
         for key in [*self.committed, *state.aborted]:
             self._note_attempt(key)
         self._incarnation_max = max(self._incarnation_max, state.incarnation)
-        return self._advance() + self._retry_waiting()
+        return self._begin_resume(state) + self._advance() + self._retry_waiting()
 
     def _on_unavailable(self, error: GroupIOError) -> list[fx.Effect]:
         if not self._opening:
@@ -181,16 +141,23 @@ class Controller:
         if (self.waiting or stuck) and not self._creating:
             return self.open_store(create=True)
         self.missed.refused(self.waiting.opens, error)
-        return self.waiting.refuse(lambda _: error) + self._give_up(stuck, lambda _: error)
-
-    def _note_attempt(self, key: DecisionKey) -> None:
-        at = (key.lineage, key.epoch)
-        self._attempts[at] = max(self._attempts.get(at, 0), key.attempt)
+        effects: list[fx.Effect] = []
+        if reasons.is_away(error):
+            # What nodes hold of sealed groups is not given up because of time alone.
+            patient = [g for g in stuck if g.storing is not None]
+            stuck = [g for g in stuck if g.storing is None]
+            if patient or self.resume.held:
+                self._store_away = True
+                effects.append(fx.StartTimer(REOPEN_TIMER, REOPEN_S))
+        effects += self.waiting.refuse(lambda _: error)
+        return effects + self._give_up(stuck, lambda _: error)
 
     # -- opening ---------------------------------------------------------
 
     def _on_opened(self, event: ev.MemberOpened) -> list[fx.Effect]:
-        known = self._clients.setdefault(event.client, Client(event.process))
+        if self.nodes.gone(event.node):
+            return []  # it was on its way when its node was lost
+        known = self._clients.setdefault(event.client, Client(event.process, node=event.node))
         if event.save_id in known.opened:
             return []
         known.opened.append(event.save_id)
@@ -223,8 +190,8 @@ class Controller:
         return effects + self._advance(group)
 
     def _line_pending(self) -> bool:
-        """A new lineage is being made; opens wait until it is known."""
-        return self._new_lineage
+        """A new lineage is being made, or attempts of an earlier controller are looked for."""
+        return self._new_lineage or bool(self.resume.attempts)
 
     def _retry_waiting(self) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
@@ -263,6 +230,7 @@ class Controller:
             lineage=self.lineage,
             world_size=event.world_size,
             node_local=self.node_local,
+            table=self.nodes,
         )
         self.groups[group.number] = group
         return group
@@ -281,98 +249,6 @@ class Controller:
         members = sorted(self.incarnation.clients.items())
         gone = tuple(rank for rank, name in members if self._clients[name].process_gone)
         return reasons.lost_peers(event.epoch, gone) if gone else None
-
-    # -- incarnations ---------------------------------------------------------
-
-    def _settle_incarnation(
-        self, event: ev.MemberOpened, known: Client
-    ) -> tuple[list[fx.Effect], GroupIOError | None]:
-        """Decide which life of the job this member belongs to; a restart begins a new one."""
-        now = self.incarnation
-        if now is None:
-            return self._raise(event, known, "the job began")
-        if known.incarnation and known.incarnation < now.number:
-            return [], reasons.late(event, known.incarnation, now.number)
-        if event.launch_id != now.launch_id:
-            return self._raise(event, known, "the job was launched again")
-        if event.world_size != now.world_size:
-            return self._other_world(event, known)
-        holder = now.clients.get(event.rank)
-        if holder is None and event.rewind_to != now.rewind_to:
-            return [], reasons.other_rewind(event, now.rewind_to)
-        if holder is not None and holder != event.client:
-            other = self._clients[holder]
-            if other.alive:
-                return [], reasons.twins(event.rank, other.process, event.process)
-            if other.process != event.process:
-                return self._raise(event, known, f"rank {event.rank} restarted")
-            if event.rewind_to is not None and event.rewind_to != self._newest_staged():
-                return self._raise(event, known, f"rank {event.rank} connected to rewind")
-        self._seat(event, known)
-        return [], None
-
-    def _seat(self, event: ev.MemberOpened, known: Client) -> None:
-        assert self.incarnation is not None
-        self.incarnation.clients[event.rank] = event.client
-        known.incarnation = self.incarnation.number
-
-    def _other_world(
-        self, event: ev.MemberOpened, known: Client
-    ) -> tuple[list[fx.Effect], GroupIOError | None]:
-        gathering = [g for g in self.groups.values() if g.phase is Phase.GATHERING]
-        if not gathering:
-            return self._raise(event, known, f"the world size changed to {event.world_size}")
-        error = reasons.disagreement("world_size", gathering[0].first, event)
-        return self._give_up(gathering, lambda _: error), error
-
-    def _raise(
-        self, event: ev.MemberOpened, known: Client, why: str
-    ) -> tuple[list[fx.Effect], GroupIOError | None]:
-        """Begin a new incarnation: unstaged groups of the old one end, staged ones go on."""
-        rewind, line = event.rewind_to, None
-        if rewind is not None and rewind != self._newest_staged():
-            if rewind not in self._visible():
-                return [], reasons.unknown_epoch(rewind)
-            line = Lineage(max(self.lineages) + 1, self.lineage, rewind)
-        self._incarnation_max += 1
-        self.incarnation = Incarnation(
-            self._incarnation_max, event.world_size, rewind, event.launch_id
-        )
-        # Of the old life nobody is asked for any more.
-        self._clients = {n: c for n, c in self._clients.items() if not c.process_gone}
-        self._seat(event, known)
-        unstaged = [g for g in self.groups.values() if g.phase in BEFORE_STAGED]
-        effects = self._give_up(
-            unstaged, lambda g: reasons.new_incarnation(g.epoch, event.rank, why)
-        )
-        self.missed.forget()
-        if line is not None:
-            self._new_lineage = True
-            effects.append(fx.CreateLineage(line))
-        return effects, None
-
-    def _newest_staged(self) -> int:
-        """The newest epoch of the line that is committed, or may be soon."""
-        staged = [g.epoch for g in self.in_flight() if g.lineage == self.lineage]
-        return max([self.latest, *staged])
-
-    def _on_lineage(self, event: ev.LineageCreated) -> list[fx.Effect]:
-        if not self._new_lineage:
-            return []
-        assert self.incarnation is not None
-        self._new_lineage = False
-        if event.lineage is not None:
-            self.lineages[event.lineage.number] = event.lineage
-            return self._retry_waiting()
-        assert event.error is not None
-        error = event.error
-        for known in self._clients.values():
-            if known.incarnation == self.incarnation.number:
-                known.incarnation = 0
-        # The next try begins with a look at the store, where the number may be taken.
-        self.incarnation, self.store_open = None, False
-        self.missed.refused(self.waiting.opens, error)
-        return self.waiting.refuse(lambda _: error)
 
     # -- losses ---------------------------------------------------------
 
@@ -412,14 +288,6 @@ class Controller:
             return []
         ways = self.presence.given_up(over, group, self._life())
         return self._give_up([group], lambda g: reasons.absent(g.epoch, ways)) if ways else []
-
-    def _life(self) -> Life:
-        assert self.incarnation is not None
-        return Life(self.job, self.incarnation.world_size, self.incarnation.launch_id)
-
-    def _current(self, client: str) -> int | None:
-        """The rank of a client in the present life of the job, or None."""
-        return None if self.incarnation is None else self.incarnation.rank_of(client)
 
     # -- progress ---------------------------------------------------------
 
@@ -493,6 +361,6 @@ class Controller:
         oldest = next((g for g in held if g.store), None)
         if oldest is not None and oldest.ready:
             if not self.store_open:
-                return effects + self.open_store(create=True)
+                return effects if self._store_away else effects + self.open_store(create=True)
             effects += oldest.prepare()
         return effects

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from groupio.errors import GroupIOError
 from groupio.model import DecisionKey, Level, Lineage, NodeLink, NodeReport
 from groupio.plan.layout import Wave
+from groupio.plan.orders import NodeOrder
 from groupio.protocol.events import SealedRecord
 
 
@@ -149,6 +150,8 @@ class AdmitGroup(_Effect, frozen=True):
     """Without room: wait for it, or answer NodeBusy at once."""
     incarnation: int = 0
     world_size: int = 0
+    again: bool = False
+    """The node may have had this order, and its answer may have been lost."""
 
 
 class RetractGroup(_Effect, frozen=True):
@@ -159,7 +162,7 @@ class RetractGroup(_Effect, frozen=True):
 
 
 class MakePlan(_Effect, frozen=True):
-    """Plan who stores, moves and keeps what: :func:`groupio.plan.grouped.plan_group`."""
+    """Plan who stores, moves and keeps what: :func:`groupio.protocol.storing.make_plan`."""
 
     group: int
     round: int
@@ -170,25 +173,31 @@ class MakePlan(_Effect, frozen=True):
     lost: tuple[str, ...]
     done: tuple[NodeReport, ...]
     copies: dict[str, npt.NDArray[np.uint8]]
+    earlier: tuple[Any, ...] = ()
+    """Plans (:class:`groupio.plan.grouped.GroupPlan`) that nodes still carry out."""
+    reserved: dict[str, int] = {}
 
 
 class StoreChunks(_Effect, frozen=True):
     """Do this node's part of the plan; answer NodeReplicated and NodeStored, or NodeShort.
 
-    ``order`` is a :class:`groupio.plan.grouped.NodeOrder`, ``addresses`` are where peers serve.
+    ``addresses`` are where peers serve.
     ``record`` is to be kept until the group is closed. A later round comes on top of earlier ones.
     """
 
     node: str
     group: int
     round: int
-    order: Any
+    order: NodeOrder
     addresses: dict[str, str]
     record: SealedRecord | None = None
 
 
 class AdoptGroup(_Effect, frozen=True):
-    """A new controller goes on with the group of this key, under this number."""
+    """A controller goes on with the group of this key, under this number.
+
+    The node says again what it reported of it: nobody may have heard it.
+    """
 
     node: str
     key: DecisionKey
@@ -205,6 +214,8 @@ class DropHeld(_Effect, frozen=True):
     key: DecisionKey
     committed: bool
     keep_segments: bool
+    group: int = 0
+    """The number under which the node holds it, if there are several of the key."""
 
 
 class RefuseNode(_Effect, frozen=True):
@@ -321,6 +332,8 @@ class StartJob(_Effect, frozen=True):
     key: DecisionKey
     store: bool
     door: str = ""
+    planned: bool = False
+    """Hash only, feed JobHashed when all is hashed, and wait for RunOrder."""
 
 
 class AddWave(_Effect, frozen=True):
@@ -334,6 +347,8 @@ class AddWave(_Effect, frozen=True):
     arena: int
     offset: int
     wave: Wave
+    eager: bool = True
+    """Write what is new at once; otherwise the wave stays in memory until the group is closed."""
 
 
 class FinishJob(_Effect, frozen=True):
@@ -345,12 +360,15 @@ class FinishJob(_Effect, frozen=True):
 class RunOrder(_Effect, frozen=True):
     """Do one round of a planned group's flush; feed JobReplicated and JobStored, or JobShort.
 
+    JobReplicated only where the order keeps chunks or the record; JobStored or JobShort comes last.
+    What an earlier round has done already is not done again.
+
     Fetched chunks that are kept go to ``arena`` at ``offset``, at most ``length`` bytes.
     """
 
     group: int
     round: int
-    order: Any
+    order: NodeOrder
     addresses: dict[str, str]
     arena: int
     offset: int
@@ -389,6 +407,8 @@ class Report(_Effect, frozen=True):
     """Hand this event to the group's controller."""
 
     event: Any
+    group: int = 0
+    """The number that the group had when the node was admitted: drivers know it by that one."""
 
 
 Effect = Any

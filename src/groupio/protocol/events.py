@@ -37,6 +37,8 @@ class ClientArrived(_Event, frozen=True):
     job: str | None = None
     launch_id: str | None = None
     gave_up: tuple[int, ...] = ()
+    node: str = ""
+    """The node of its agent; "" where the job has one agent only."""
 
 
 class MemberOpened(_Event, frozen=True):
@@ -103,6 +105,12 @@ class NodeAdmitted(_Event, frozen=True):
 
     group: int
     node: str
+    waited: bool = False
+    """Answer to an order that was to wait for room."""
+    replica_bytes: int = 0
+    """So much of it is for chunks of other nodes; 0 where there can never be so much."""
+    in_memory: bool = True
+    """All bytes of its members stay in memory until the group is closed: no waves."""
 
 
 class NodeRefused(_Event, frozen=True):
@@ -166,8 +174,8 @@ class NodeShort(_Event, frozen=True):
 class NodeStored(_Event, frozen=True):
     """Every chunk that the node has to write is durable in its segments.
 
-    In a planned group the report has further rows for the chunks that it wrote for other nodes,
-    and -1 where another node writes.
+    In a planned group the report covers all rounds so far, has further rows for the chunks that
+    it wrote for other nodes, and -1 where another node writes.
     """
 
     group: int
@@ -221,6 +229,12 @@ class HeldGroup(_Event, frozen=True):
     hashed: NodeReport | None = None
     stored: NodeReport | None = None
     record: SealedRecord | None = None
+    round: int = 0
+    """The newest round of the store plan that the node was given."""
+    replica_bytes: int = 0
+    """What it reserved for chunks of other nodes."""
+    store: bool = True
+    """False: it only compares its bytes with the committed epoch ``key``."""
 
 
 class NodeJoined(_Event, frozen=True):
@@ -371,12 +385,16 @@ class AheadMapped(_Event, frozen=True):
 
 
 class LeaseAsked(_Event, frozen=True):
-    """A member of this node opened a save: what its lease has to hold."""
+    """A member of this node opened a save: what its lease has to hold.
+
+    ``opened`` is kept for a controller that takes the group over from another one.
+    """
 
     client: str
     save_id: int
     rank: int
     layout: Layout
+    opened: MemberOpened | None = None
 
 
 class WaveCopied(_Event, frozen=True):
@@ -411,7 +429,7 @@ class JobReplicated(_Event, frozen=True):
 
 
 class JobShort(_Event, frozen=True):
-    """The flush job got these chunks (uint8[n, 32]) from no peer."""
+    """The flush job got these chunks (uint8[n, 32]) from no peer: the round ends with this."""
 
     group: int
     round: int
@@ -429,7 +447,10 @@ class JobStored(_Event, frozen=True):
 
 
 class JobFailed(_Event, frozen=True):
-    """The node's flush job failed."""
+    """The node's flush job failed.
+
+    That of a planned group keeps what it has: the same order may come again as a later round.
+    """
 
     group: int
     error: GroupIOError
@@ -454,32 +475,17 @@ class ControllerLeft(_Event, frozen=True):
     groups: tuple[int, ...]
 
 
-ControllerEvent = (
-    NodeJoined
-    | NodeLost
-    | LinkMeasured
-    | NodeBusy
-    | NodeHashed
-    | Planned
-    | NodeReplicated
-    | NodeShort
-    | ClientArrived
-    | MemberOpened
-    | MemberCopied
-    | MemberFailed
-    | MemberGone
-    | NodeAdmitted
-    | NodeRefused
-    | NodeStored
-    | NodeFailed
-    | NodeIdle
-    | StoreOpened
-    | StoreUnavailable
-    | LineageCreated
-    | InflightPublished
-    | Prepared
-    | Compared
-    | Decided
-    | TimerFired
-    | Drain
-)
+class MemoryReserved(_Event, frozen=True):
+    """The agent itself uses so many more bytes of the budget, or fewer. It asked the ledger for
+    what is available before."""
+
+    nbytes: int
+
+
+_OfNode = NodeJoined | NodeLost | LinkMeasured | NodeAdmitted | NodeBusy | NodeRefused | NodeFailed
+_OfStoring = NodeHashed | Planned | NodeReplicated | NodeShort | NodeStored | NodeIdle
+_OfMember = ClientArrived | MemberOpened | MemberCopied | MemberFailed | MemberGone
+_OfStore = StoreOpened | StoreUnavailable | LineageCreated | InflightPublished
+_OfAttempt = Prepared | Compared | Decided
+
+ControllerEvent = _OfNode | _OfStoring | _OfMember | _OfStore | _OfAttempt | TimerFired | Drain

@@ -7,133 +7,41 @@
         +----------+-----------+-----------+---------->ABORTING -> ABORT_DECIDING -> DONE
 
 STAGED is the step from COPYING to STORING: every member's bytes are in an agent's memory and the
-group is sealed. Before it, a lost member or the deadline aborts the group; after it, only the
-content or the store can.
+group is sealed. Before it, a lost member, a lost node or the deadline aborts the group; after it,
+only the content, the store, or the loss of all nodes that hold some bytes can.
+
+A group of one node writes while its members copy. Where other nodes can help, the group is
+*planned*: bytes stay in memory until all is known, then each node gets orders (:mod:`.storing`).
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 from groupio.errors import GroupIOError, Outcome, StorageFull
-from groupio.model import DecisionKey, Level, NodeReport
+from groupio.model import DecisionKey, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
+from groupio.protocol.planned import PlannedGroup
+from groupio.protocol.state import BEFORE_STAGED, HOLDS_MEMORY, GroupState, Phase, Seat
+
+__all__ = ["BEFORE_STAGED", "HOLDS_MEMORY", "Group", "GroupState", "Phase", "Seat"]
 
 DECIDE_TRIES = 5
 """How often an abort decision is tried before the outcome is reported as unknown."""
 
 DECIDE_BACKOFF_S = 0.2
 
-
-class Phase(StrEnum):
-    """Where a group stands."""
-
-    GATHERING = "gathering"
-    QUEUED = "queued"
-    ADMITTING = "admitting"
-    COPYING = "copying"
-    STORING = "storing"
-    PREPARING = "preparing"
-    DECIDING = "deciding"
-    ABORTING = "aborting"
-    ABORT_DECIDING = "abort_deciding"
-    DONE = "done"
-
-
-BEFORE_STAGED = (Phase.GATHERING, Phase.QUEUED, Phase.ADMITTING, Phase.COPYING)
-HOLDS_MEMORY = tuple(p for p in Phase if p not in (Phase.GATHERING, Phase.QUEUED, Phase.DONE))
-
-_AGREED = ("deadline_s", "replicated", "when_full", "door")
+_AGREED = ("deadline_s", "replicated", "when_full", "door", "replicas")
 """What all members of a group have to say alike; their incarnation agrees on the rest."""
 
 
 @dataclass(slots=True)
-class Seat:
-    """A member in its group."""
-
-    opened: ev.MemberOpened
-    copied: bool = False
-
-    @property
-    def seat(self) -> fx.MemberSeat:
-        """Where to tell the member what becomes of its save."""
-        return fx.MemberSeat(self.opened.rank, self.opened.client, self.opened.save_id)
-
-
-@dataclass(slots=True)
-class Group:
+class Group(PlannedGroup):
     """The machine of one group; its controller calls it and sends its effects."""
-
-    number: int
-    epoch: int
-    incarnation: int
-    lineage: int
-    world_size: int
-    node_local: bool = True
-    phase: Phase = Phase.GATHERING
-    seats: dict[int, Seat] = field(default_factory=dict)
-    key: DecisionKey | None = None
-    store: bool = True
-    outcome: Outcome = Outcome.NOT_COMMITTED
-    content_id: bytes = b""
-    timer: str = ""
-    """The name of this group's timer: its own, or the one under which its first member waited."""
-    published: bool = False
-    """The attempt is visible in the store, and its number is used up."""
-    error: GroupIOError | None = None
-    """Why the group was given up."""
-    overruled: bool = False
-    """Another controller decided the attempt: it knows more of the store than this one."""
-    _admitted: set[str] = field(default_factory=set)
-    _publishing: bool = False
-    _reports: dict[str, NodeReport] = field(default_factory=dict)
-    _busy: set[str] = field(default_factory=set)
-    _maybe_prepared: bool = False
-    _retrying: bool = False
-    _tries: int = 0
-
-    # -- questions ---------------------------------------------------------
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that the group still waits for."""
-        if self.phase is Phase.GATHERING:
-            return tuple(r for r in range(self.world_size) if r not in self.seats)
-        if self.phase is Phase.COPYING:
-            return tuple(sorted(r for r, seat in self.seats.items() if not seat.copied))
-        return ()
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes that members run on, in rank order."""
-        return tuple(dict.fromkeys(self.seats[r].opened.node for r in sorted(self.seats)))
-
-    @property
-    def first(self) -> ev.MemberOpened:
-        """The member that opened the group."""
-        return next(iter(self.seats.values())).opened
-
-    @property
-    def ready(self) -> bool:
-        """All nodes have stored their parts."""
-        return self.phase is Phase.STORING and set(self._reports) == set(self.nodes)
-
-    @property
-    def doomed(self) -> bool:
-        """The group was given up; its attempt will be decided abort."""
-        return self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING)
-
-    def rank_of(self, client: str) -> int | None:
-        """The rank of a client in this group, or None."""
-        for rank, seat in self.seats.items():
-            if seat.opened.client == client:
-                return rank
-        return None
 
     # -- gathering ---------------------------------------------------------
 
@@ -164,37 +72,36 @@ class Group:
         effects: list[fx.Effect] = []
         if store:
             self._publishing = True
-            effects.append(fx.PublishInflight(self.number, key, self.incarnation, self.world_size))
-        self._busy = set(self.nodes)
-        for node in self.nodes:
-            seats = tuple(self.seats[r].seat for r in sorted(self.seats) if self._node(r) == node)
             effects.append(
-                fx.AdmitGroup(
-                    node, self.number, key, seats, store, self.first.when_full, self.first.door
-                )
+                fx.PublishInflight(self.number, key, self.incarnation, self.world_size, self.nodes)
             )
+        if store and self._to_be_planned():
+            self.storing = self._new_storing()
+        effects += self.admission.begin(self._order(node) for node in self._wanted())
+        self._busy = set(self.admission.asked)
         return effects
-
-    def _node(self, rank: int) -> str:
-        return self.seats[rank].opened.node
 
     # -- events ---------------------------------------------------------
 
     def handle(self, event: Any) -> list[fx.Effect]:
         """The effects of an event that names this group. Late and repeated ones change nothing."""
         match event:
-            case ev.NodeAdmitted(node=node):
-                return self._on_admitted(node)
+            case ev.NodeAdmitted():
+                return self.admission.admitted(event) + self._maybe_copy()
+            case ev.NodeBusy(node=node):
+                return self._on_busy(node)
             case ev.InflightPublished(error=error):
                 return self._on_published(error)
-            case ev.NodeRefused(error=error) | ev.NodeFailed(error=error):
-                return self.fail(error)
+            case ev.NodeRefused(error=error):
+                return self.fail(error) if self.phase is Phase.ADMITTING else []
+            case ev.NodeFailed(node=node, error=error):
+                return self._on_node_failed(node, error)
             case ev.MemberCopied(rank=rank):
                 return self._on_copied(rank)
-            case ev.NodeStored(node=node, report=report):
-                if self.phase in (Phase.COPYING, Phase.STORING):
-                    self._reports[node] = report
-                return []
+            case ev.NodeStored():
+                return self._on_stored(event)
+            case ev.NodeHashed() | ev.NodeReplicated() | ev.NodeShort() | ev.Planned():
+                return self._on_planned_step(event)
             case ev.NodeIdle(node=node):
                 self._busy.discard(node)
                 return self._maybe_decide_abort()
@@ -206,10 +113,6 @@ class Group:
                 return self._on_timer()
         raise AssertionError(f"group {self.number} got {event!r}")
 
-    def _on_admitted(self, node: str) -> list[fx.Effect]:
-        self._admitted.add(node)
-        return self._maybe_copy()
-
     def _on_published(self, error: GroupIOError | None) -> list[fx.Effect]:
         self._publishing = False
         if error is None:
@@ -220,12 +123,16 @@ class Group:
         return self.fail(error)
 
     def _maybe_copy(self) -> list[fx.Effect]:
-        if self.phase is not Phase.ADMITTING or self._admitted != set(self.nodes):
+        if self.phase is not Phase.ADMITTING:
             return []
-        if self.store and not self.published:
+        self._busy = set(self.admission.asked)
+        if not self.admission.complete or (self.store and not self.published):
             return []
         self.phase = Phase.COPYING
-        return [fx.StartCopy(node, self.number) for node in self.nodes]
+        if self.storing is not None:
+            self.storing.shares = dict(self.admission.shares)
+            self.storing.cramped = tuple(sorted(self.admission.cramped))
+        return [fx.StartCopy(node, self.number) for node in self.admission.orders]
 
     def _on_copied(self, rank: int) -> list[fx.Effect]:
         if self.phase is not Phase.COPYING:
@@ -234,12 +141,9 @@ class Group:
         if self.missing:
             return []
         self.phase = Phase.STORING
-        arrivals = [seat.opened.at - seat.opened.elapsed_s for seat in self.seats.values()]
-        told = [
-            fx.TellReached(s.seat, Level.STAGED, min(arrivals), max(arrivals))
-            for s in self.seats.values()
-        ]
-        return [fx.StopTimer(self.timer), *told]
+        return [fx.StopTimer(self.timer), *self.staged(), *self._maybe_plan()]
+
+    # -- losses ---------------------------------------------------------
 
     def withdraw(self, rank: int, error: GroupIOError) -> list[fx.Effect]:
         """A member says that it cannot go on. One whose bytes are all in memory need not."""
@@ -256,12 +160,11 @@ class Group:
 
     def _on_timer(self) -> list[fx.Effect]:
         if self._retrying:
-            self._retrying = False
-            return self._decide_abort()
+            return self._try_again()
         if self.phase not in BEFORE_STAGED:
             return []
         missing = self.missing
-        crowded = self._admitted != set(self.nodes)
+        crowded = not self.admission.complete
         slow = "there was no room in host memory" if crowded else "the store did not answer"
         what = {
             Phase.GATHERING: f"rank(s) {reasons.ranks(missing)} did not call save",
@@ -276,9 +179,17 @@ class Group:
     def prepare(self) -> list[fx.Effect]:
         """All parts are stored and earlier epochs are decided: write the epoch record."""
         assert self.ready
-        assert self.key is not None
         self.phase = Phase.PREPARING
-        reports = tuple(self._reports[node] for node in self.nodes)
+        stopped = [fx.StopTimer(self.timer)] if self._retrying else []
+        self._retrying = False
+        return [*stopped, *self._prepare()]
+
+    def _prepare(self) -> list[fx.Effect]:
+        assert self.key is not None
+        if self.storing is None:
+            reports = tuple(self._reports[node] for node in self.nodes)
+        else:
+            reports = self.storing.reports()
         if not self.store:
             return [fx.CompareEpoch(self.number, self.key, self.world_size, reports)]
         self._maybe_prepared = True
@@ -300,34 +211,38 @@ class Group:
         ]
 
     def _on_prepared(self, event: ev.Prepared | ev.Compared) -> list[fx.Effect]:
-        if self.phase is not Phase.PREPARING:
+        if self.phase is not Phase.PREPARING or self._retrying:
             return []
-        assert self.key is not None
         if event.error is not None:
+            if self.storing is not None and reasons.is_away(event.error):
+                return self._wait_for_store(event.error)
             # A record that did not fit is not there; after any other error it may be.
             self._maybe_prepared &= not isinstance(event.error, StorageFull)
             return self.fail(event.error)
         if isinstance(event, ev.Compared):
             return self._committed() if event.equal else self.fail(reasons.conflict(self.epoch))
         self.content_id = event.content_id
-        self.phase = Phase.DECIDING
+        self.phase, self.away, self._waits = Phase.DECIDING, None, 0
         effects = [] if self.node_local else self._tell(Level.REMOTE)
-        return [*effects, fx.Decide(self.number, self.key, True, self.incarnation)]
+        return [*effects, *self._decide_commit()]
 
-    def _tell(self, level: Level, *notes: str) -> list[fx.Effect]:
-        return [fx.TellReached(seat.seat, level, notes=notes) for seat in self.seats.values()]
+    def _decide_commit(self) -> list[fx.Effect]:
+        assert self.key is not None
+        return [fx.Decide(self.number, self.key, True, self.incarnation)]
 
     def fail(self, error: GroupIOError) -> list[fx.Effect]:
         """Give the group up with this error; later reasons do not replace the first."""
         if self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING, Phase.DECIDING, Phase.DONE):
             return []
-        self.error = error
+        self.error, self._retrying = error, False
         effects: list[fx.Effect] = [fx.StopTimer(self.timer)]
         if self.phase in (Phase.GATHERING, Phase.QUEUED):
             return effects + self._failed(delete=False)
         self.phase = Phase.ABORTING
-        effects += [fx.AbortGroup(node, self.number) for node in self.nodes]
-        return effects
+        lost = [node for node in self.admission.asked if self.table.gone(node)]
+        self._busy = self.admission.asked.difference(lost)
+        effects += [fx.AbortGroup(node, self.number) for node in self._in_order(self._busy)]
+        return effects + self._maybe_decide_abort()
 
     def _maybe_decide_abort(self) -> list[fx.Effect]:
         if self.phase is not Phase.ABORTING or self._busy or self._publishing:
@@ -357,11 +272,13 @@ class Group:
     def _on_decided(self, event: ev.Decided) -> list[fx.Effect]:
         if self.phase is Phase.ABORT_DECIDING:
             return self._on_abort_decided(event)
-        if self.phase is not Phase.DECIDING:
+        if self.phase is not Phase.DECIDING or self._retrying:
             return []
         if event.error is not None:
+            if self.storing is not None and reasons.is_away(event.error):
+                return self._wait_for_store(event.error)
             return self._unknown(event.error)
-        if event.committed and event.ours:
+        if event.committed and (event.ours or self.resumed):
             return self._committed()
         return self._overruled(event)
 
@@ -374,6 +291,10 @@ class Group:
                 return self._unknown(self.error)
             self._retrying = True
             return [fx.StartTimer(self.timer, DECIDE_BACKOFF_S * 2 ** (self._tries - 1))]
+        if event.committed and self.resumed:
+            # The earlier controller had it committed after all; its members are the same.
+            self.overruled = True
+            return self._committed()
         # A commit may stand here when another controller found a record that this one prepared.
         return self._overruled(event) if event.committed else self._failed(delete=True)
 
@@ -394,14 +315,16 @@ class Group:
         assert self.key is not None
         self.phase, self.outcome = Phase.DONE, Outcome.COMMITTED
         same = f"epoch {self.epoch} was committed before with the same content"
-        notes = () if self.store else (same,)
+        notes: tuple[str, ...] = () if self.store else (same,)
+        if self.storing is not None:
+            notes = tuple(self.storing.notes)
         effects: list[fx.Effect] = []
         if self.node_local or not self.store:
             effects += self._tell(Level.REMOTE)
         effects += self._tell(Level.DURABLE, *notes)
         effects += [
             fx.CloseGroup(node, self.number, committed=self.store, keep_segments=self.store)
-            for node in self.nodes
+            for node in self._to_close()
         ]
         if self.store:
             effects.append(fx.ForgetInflight(self.number, self.key))
@@ -420,7 +343,7 @@ class Group:
         if had_memory:
             effects += [
                 fx.CloseGroup(node, self.number, committed=False, keep_segments=not delete)
-                for node in self.nodes
+                for node in self._to_close()
             ]
         if self.key is not None and self.store and self.outcome is not Outcome.UNKNOWN:
             # Also when its publication failed: the record may be there all the same.

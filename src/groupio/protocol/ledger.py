@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from groupio.model import DecisionKey
+
 EXTENT_ALIGN = 2 << 20
 """Extents start and end at multiples of this, so that few sizes occur and reuse is likely."""
 
@@ -29,13 +31,17 @@ class Use(StrEnum):
 
 @dataclass(slots=True)
 class Extent:
-    """A range of an arena that holds memory; ``freed_at`` orders the free ones by age."""
+    """A range of an arena that holds memory; ``freed_at`` orders the free ones by age.
+
+    ``content`` is the committed epoch whose chunks a free one still holds, None if it holds none.
+    """
 
     arena: int
     offset: int
     length: int
     use: Use = Use.LEASED
     freed_at: int = 0
+    content: DecisionKey | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class Ledger:
 
     budget: int
     extents: list[Extent] = field(default_factory=list)
+    reserved: int = 0
+    """Bytes that the agent itself uses, outside of all arenas: windows of reads."""
     _ends: dict[int, int] = field(default_factory=dict)
     _clock: int = 0
 
@@ -54,14 +62,17 @@ class Ledger:
     @property
     def available(self) -> int:
         """Bytes that a new group could get now, free extents given back if need be."""
-        return self.budget - self.total(Use.LEASED) - self.total(Use.QUARANTINED)
+        held = self.total(Use.LEASED) + self.total(Use.QUARANTINED)
+        return self.budget - self.reserved - held
 
-    def lease(self, arena: int, length: int, spare: int = 0) -> Extent:
+    def lease(self, arena: int, length: int, spare: int = 0, *, sparing: bool = False) -> Extent:
         """An extent of at least ``length`` bytes; a free one of the arena if one fits.
 
         A free extent may be larger than asked, but by no more than ``spare`` bytes: what the
         caller has left when everything else that it was promised is leased. The caller gives back
-        what :meth:`overcommit` names before the memory is touched.
+        what :meth:`overcommit` names before the memory is touched. ``sparing``: use memory
+        without content first, then the oldest content, and the newest content not at all as long
+        as the budget has room for a new extent.
         """
         length = extent_bytes(length)
         largest = min(2 * length, length + spare)
@@ -70,8 +81,12 @@ class Ledger:
             for e in self.extents
             if e.arena == arena and e.use is Use.FREE and length <= e.length <= largest
         ]
+        if sparing and self.total() + self.reserved + length <= self.budget:
+            newest = max(self.extents, key=_age, default=None)
+            kept = None if newest is None else newest.content
+            warm = [e for e in warm if e.content is None or e.content != kept]
         if warm:
-            extent = min(warm, key=lambda e: (e.length, e.offset))
+            extent = min(warm, key=lambda e: (_age(e) if sparing else 0, e.length, e.offset))
             extent.use = Use.LEASED
             return extent
         extent = Extent(arena, self._ends.get(arena, 0), length)
@@ -86,9 +101,9 @@ class Ledger:
 
     def overcommit(self) -> list[Extent]:
         """Take free extents out, oldest first, until the budget holds; the caller punches them."""
-        over = self.total() - self.budget
+        over = self.total() + self.reserved - self.budget
         out: list[Extent] = []
-        for extent in sorted(self.extents, key=lambda e: e.freed_at):
+        for extent in sorted(self.extents, key=lambda e: (e.content is not None, e.freed_at)):
             if over <= 0:
                 break
             if extent.use is Use.FREE:
@@ -98,10 +113,10 @@ class Ledger:
         assert over <= 0, "more memory is leased than the budget allows"
         return out
 
-    def free(self, extent: Extent) -> None:
-        """The extent's writer stopped: its memory may be reused."""
+    def free(self, extent: Extent, content: DecisionKey | None = None) -> None:
+        """The extent's writer stopped: its memory may be reused; until then it has ``content``."""
         self._clock += 1
-        extent.use, extent.freed_at = Use.FREE, self._clock
+        extent.use, extent.freed_at, extent.content = Use.FREE, self._clock, content
 
     def quarantine(self, extent: Extent) -> None:
         """The extent's save is over, but its writer may still write."""
@@ -116,3 +131,8 @@ class Ledger:
     def held(self, arena: int) -> bool:
         """The arena has leased or quarantined memory."""
         return any(e.arena == arena and e.use is not Use.FREE for e in self.extents)
+
+
+def _age(extent: Extent) -> int:
+    """Orders extents by how new their content is; those without any come first."""
+    return 0 if extent.content is None else extent.freed_at

@@ -34,4 +34,7 @@ class Client:
     incarnation: int = 0
     alive: bool = True
     process_gone: bool = False
+    node: str = ""
+    node_lost: bool = False
+    """It was connected to an agent that is lost; whether its process ended is not known."""
     opened: deque[int] = field(default_factory=lambda: deque(maxlen=OPENS_REMEMBERED))

@@ -36,6 +36,12 @@ class Hello(_Message, frozen=True):
     launch_id: str | None = None
     file_mode: int | None = None
     replicas: int = 1
+    controller: str = "local"
+    """Where the job's controller is, as :attr:`groupio.Settings.controller` says it."""
+    said: bool = False
+    """Somebody said so, and the agent's own setting does not count."""
+    hosts: bool | None = None
+    """Whether the launcher named this node to have the controller; None: it named none."""
     gave_up: tuple[int, ...] = ()
     """Epochs whose save this rank began with an agent that is lost, before it was released."""
 
@@ -102,10 +108,49 @@ class Settle(_Message, frozen=True):
     request_id: int
 
 
+class ReadOpen(_Message, frozen=True):
+    """Bring chunks of the committed epoch ``key`` into memory that this rank can read.
+
+    ``rows`` int32[n] of the epoch's chunk table, each once; ``starts`` and ``stops`` int64[n] the
+    bytes that are wanted of each chunk, empty: all of them. All are the bytes of little-endian
+    arrays. ``load`` names a grouped load, which is planned when ``members`` members have asked.
+    """
+
+    request_id: int
+    key: DecisionKey
+    rows: bytes
+    starts: bytes = b""
+    stops: bytes = b""
+    load: str = ""
+    members: int = 1
+
+
+class Took(_Message, frozen=True):
+    """The rank copied these rows (int32[n]) of a ``Pieces``: their memory may be used again."""
+
+    request_id: int
+    rows: bytes
+
+
+class ReadClose(_Message, frozen=True):
+    """The rank is done with the request, and looks at no memory of it any more."""
+
+    request_id: int
+
+
 class Damaged(_Message, frozen=True):
     """These chunks were found damaged in the store: do not refer to them again."""
 
     digests: tuple[bytes, ...]
+
+
+class Foreground(_Message, frozen=True):
+    """The rank communicates: storage traffic of this node keeps to ``share`` (0 pauses it).
+
+    None: it no longer does. A message replaces the one before.
+    """
+
+    share: float | None = None
 
 
 class Ask(_Message, frozen=True):
@@ -129,6 +174,9 @@ class Welcome(_Message, frozen=True):
     version: int
     log: str
     notes: tuple[str, ...] = ()
+    reads: bool = False
+    """The agent brings chunks of committed epochs: from its memory, from other nodes, or from the
+    store, each once for all who ask."""
 
 
 class Refused(_Message, frozen=True):
@@ -177,6 +225,14 @@ class Reached(_Message, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class Unreachable(_Message, frozen=True):
+    """The save goes on, but ``level`` cannot be reached; ``error`` is typed."""
+
+    save_id: int
+    level: str
+    error: dict[str, Any]
+
+
 class Failed(_Message, frozen=True):
     """The save failed; ``error`` is a typed error (:func:`groupio.errors.from_wire`)."""
 
@@ -192,6 +248,44 @@ class DoorDone(_Message, frozen=True):
 
     save_id: int
     error: str = ""
+
+
+class ReadArena(_Message, frozen=True):
+    """Memory for a ``ReadOpen``: its descriptor, to be read only, travels with this message."""
+
+    request_id: int
+
+
+class Pieces(_Message, frozen=True):
+    """Chunks, or what is wanted of them, lie in the memory of the request until ``Took``.
+
+    ``rows`` int32[n]; ``places`` int64[n]: where the first byte that is wanted of each lies. The
+    agent verified the whole chunk, or the part with a digest that a verified holder made. ``read``
+    bytes of these chunks came from the store for this request, ``forwarded`` from other nodes,
+    ``cached`` were in this node's memory.
+    """
+
+    request_id: int
+    rows: bytes
+    places: bytes
+    read: int = 0
+    forwarded: int = 0
+    cached: int = 0
+
+
+class ReadRefused(_Message, frozen=True):
+    """The agent brings nothing more for the request: read what is missing from the store."""
+
+    request_id: int
+    why: str
+
+
+class ReadDamaged(_Message, frozen=True):
+    """These rows (int32[n]) of the request could not be had; look into the store."""
+
+    request_id: int
+    rows: bytes
+    why: str
 
 
 class Settled(_Message, frozen=True):
@@ -217,10 +311,28 @@ ToAgent = (
     | Expect
     | Mapped
     | Settle
+    | ReadOpen
+    | Took
+    | ReadClose
     | Damaged
+    | Foreground
     | Ask
     | Bye
 )
 ToRank = (
-    Welcome | Refused | Arena | Grant | Standby | Reached | Failed | DoorDone | Settled | Answer
+    Welcome
+    | Refused
+    | Arena
+    | Grant
+    | Standby
+    | Reached
+    | Unreachable
+    | Failed
+    | DoorDone
+    | ReadArena
+    | Pieces
+    | ReadRefused
+    | ReadDamaged
+    | Settled
+    | Answer
 )

@@ -92,6 +92,16 @@ class Presence:
                 del self._persons[old.arrived.client]
         return True
 
+    def on_node(self, node: str) -> list[ev.ClientArrived]:
+        """The clients that are connected to this node's agent."""
+        return [p.arrived for p in self._persons.values() if p.arrived.node == node and not p.lost]
+
+    def revive(self, client: str) -> None:
+        """A client that was given up is there after all: it will be taken for a new one."""
+        person = self._persons.get(client)
+        if person is not None and person.lost:
+            del self._persons[client]
+
     def _same(self, person: _Person) -> list[_Person]:
         """Other clients of the same process, as long as it lives, with the same place."""
         return [

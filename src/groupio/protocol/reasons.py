@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
 from groupio.errors import (
     AgentLost,
+    ControllerLost,
     EpochConflict,
     GroupAborted,
     GroupIOError,
     GroupTimeout,
     InvalidInput,
     LateMember,
+    LevelUnreachable,
     NotFound,
     Outcome,
     StagingFull,
     StaleEpoch,
     StorageError,
 )
-from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey
+from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey, Level
+from groupio.plan.grouped import Missing
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 
 WHEN_FULL = ("wait", "skip", "fail")
 DOORS = ("", "dcp")
+REPLICAS_MAX = 16
+"""More copies than this are taken for a mistake."""
+
+_AWAY = frozenset(
+    (
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ESTALE,
+        errno.ENODEV,
+    )
+)
+"""Errors of a store that cannot be reached now, as of a file server that is being restarted."""
 
 _SHOWN_MAX = 16
 """So many ranks are written out; of thousands, the count is enough."""
@@ -61,6 +80,8 @@ def absurd(event: ev.MemberOpened) -> InvalidInput | None:
         wrong = f"deadline_s={event.deadline_s} is not a number of seconds above 0"
     elif event.when_full not in WHEN_FULL:
         wrong = f"when_full={event.when_full!r} is not one of {', '.join(WHEN_FULL)}"
+    elif not 0 < event.replicas <= REPLICAS_MAX:
+        wrong = f"replicas={event.replicas} is not between 1 and {REPLICAS_MAX}"
     elif event.door not in DOORS:
         wrong = f"door={event.door!r} is not known to this release, only 'dcp' is"
     else:
@@ -208,6 +229,82 @@ def absent(epoch: int, ways: Mapping[int, str]) -> GroupAborted:
     )
 
 
+def node_lost(epoch: int, node: str, lost: tuple[int, ...], why: str) -> GroupAborted:
+    """A node is gone whose bytes are needed and are nowhere else."""
+    return GroupAborted(
+        f"Node {node} of rank(s) {ranks(lost)} is lost ({why}), so epoch {epoch} is not saved, "
+        "earlier epochs are intact. Replace the node, restart its ranks and save again.",
+        members=lost,
+        epoch=epoch,
+    )
+
+
+def bytes_lost(epoch: int, missing: Missing, notes: Sequence[str]) -> GroupAborted:
+    """Chunks of a sealed group were in the memory of lost nodes only."""
+    also = f" ({'; '.join(notes)})" if notes else ""
+    return GroupAborted(
+        f"{missing.chunks} chunks of {missing.bytes} bytes of epoch {epoch} were only in the "
+        f"memory of lost node(s) {', '.join(missing.nodes)}{also}, so the epoch is not saved; save "
+        "it again, with replicas=2 or more to outlive the loss of a node.",
+        epoch=epoch,
+    )
+
+
+def rounds_over(epoch: int, rounds: int, notes: Sequence[str]) -> GroupAborted:
+    """Nodes were lost, or did not get what they were to fetch, again and again."""
+    also = f" ({'; '.join(notes)})" if notes else ""
+    return GroupAborted(
+        f"Epoch {epoch} was planned {rounds} times and still not stored{also}, so it is given up; "
+        "look at the network between the nodes, then save it again.",
+        epoch=epoch,
+    )
+
+
+def few_domains(replicas: int, domains: int) -> str:
+    """Why copies cannot be made: there are too few failure domains."""
+    return f"replicas={replicas} needs as many failure domains, and there are {domains}"
+
+
+def thin(replicas: int, nbytes: int) -> str:
+    """Why copies cannot be made: some chunks cannot be sent to other domains."""
+    return f"{nbytes} bytes cannot be copied to {replicas} failure domains"
+
+
+def cramped(replicas: int, nodes: Sequence[str]) -> str:
+    """Why copies cannot be made: there is too little memory for them."""
+    return (
+        f"replicas={replicas} needs memory for all bytes of the members and for the copies, which "
+        f"node(s) {', '.join(nodes)} do not have; raise memory_bytes (GROUPIO_MEMORY_BYTES)"
+    )
+
+
+def not_replicated(epoch: int, why: str) -> LevelUnreachable:
+    """The save goes on, but will never be REPLICATED."""
+    return LevelUnreachable(
+        f"Epoch {epoch} cannot reach the level replicated: {why}. The save goes on without it.",
+        level=str(Level.REPLICATED),
+        outcome=Outcome.UNKNOWN,
+    )
+
+
+def unheard(epoch: int) -> ControllerLost:
+    """What became of a save was told while the node was cut off from the controller."""
+    return ControllerLost(
+        f"The save of epoch {epoch} was given up while this node was cut off from the job's "
+        "controller; save it again.",
+        outcome=Outcome.NOT_COMMITTED,
+    )
+
+
+def not_resumed(epoch: int, why: str) -> ControllerLost:
+    """A new controller cannot finish what an earlier one had begun."""
+    return ControllerLost(
+        f"The job's controller was lost before epoch {epoch} was safe, and {why}; save the epoch "
+        "again.",
+        outcome=Outcome.NOT_COMMITTED,
+    )
+
+
 def new_incarnation(epoch: int, rank: int, why: str) -> GroupAborted:
     """The job was restarted under an unstaged group."""
     return GroupAborted(
@@ -267,6 +364,11 @@ def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAbor
         f"Another controller aborted epoch {key.epoch} ({key}); save it again.",
         epoch=key.epoch,
     )
+
+
+def is_away(error: GroupIOError | None) -> bool:
+    """The store cannot be reached now; nothing is said of what is in it."""
+    return isinstance(error, StorageError) and error.errno in _AWAY
 
 
 def causes(error: Any) -> tuple[int, ...]:

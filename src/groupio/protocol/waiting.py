@@ -39,6 +39,10 @@ class WaitingRoom:
         """The opens that wait, in the order of arrival."""
         return [waiter.event for waiter in self.waiters.values()]
 
+    def has(self, event: ev.MemberOpened) -> bool:
+        """This open waits here."""
+        return any((w.client, w.save_id) == (event.client, event.save_id) for w in self.opens)
+
     def enter(self, event: ev.MemberOpened, timer: str) -> list[fx.Effect]:
         """Let an open wait, or refuse it when too many do; ``timer`` if it waited before."""
         if timer:

@@ -1,7 +1,7 @@
 """Events and effects as bytes, for the links between agents and controllers.
 
 A message is the msgpack of one tagged struct of a union that the caller names. Beyond what msgpack
-knows there are arrays (an extension: dtype, shape and the bytes), errors
+knows there are arrays (:mod:`groupio.protocol.arrayform`), errors
 (:func:`groupio.errors.to_wire`) and the data classes of :mod:`groupio.model`. Fields of type Any
 hold plain values only. Item tables travel apart from their reports, each one once: members and
 epochs often have the same, and 2,000 items take longer to make than everything else in a report.
@@ -12,7 +12,6 @@ plan or the manifest (rows that point nowhere, names with directories) is refuse
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from groupio.errors import ERRORS, FormatError, GroupIOError, InvalidInput, from
 from groupio.format.limits import CHUNKS_MAX, SEGMENTS_MAX
 from groupio.format.records import parse_segment_name
 from groupio.model import CHUNK_BYTES, DIGEST_BYTES, ItemSpec, MemberTable, NodeReport
+from groupio.protocol.arrayform import ArrayForm
 
 MESSAGE_BYTES_MAX = 512 << 20
 """Longest message, in bytes."""
@@ -39,13 +39,6 @@ TABLES_KEPT_BYTES = 64 << 20
 _Items = tuple[ItemSpec, ...]
 _K = TypeVar("_K")
 _V = TypeVar("_V")
-_ARRAY_CODE = 1
-_NDIM_MAX = 2
-_DTYPES = {np.dtype(name).str: np.dtype(name) for name in (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float32", "float64",
-)}  # fmt: skip
-_HEAD = struct.Struct("<4sB")
 _BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 # msgspec looks the names in annotations up where the class was defined, and groupio.model does
@@ -71,9 +64,10 @@ class WireForm:
     def __init__(self, types: Any) -> None:
         union = reduce(or_, types) if isinstance(types, Sequence) else types
         self._kinds = frozenset(get_args(union) or (union,))
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._arrays = ArrayForm(MESSAGE_BYTES_MAX)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._plain)
         self._body: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-            union, ext_hook=_extension, dec_hook=_typed
+            union, ext_hook=self._arrays.decode, dec_hook=_typed
         )
         self._message = msgspec.msgpack.Decoder(_Message)
         self._tables = msgspec.msgpack.Decoder(_Items)
@@ -92,11 +86,13 @@ class WireForm:
             members = tuple(replace(member, items=()) for member in report.members)
             return replace(report, members=members)
 
+        self._arrays.begin()
         body = msgspec.Raw(self._encoder.encode(_with_reports(message, strip)))
         data = self._encoder.encode(_Message(tuple(tables), tuple(which), body))
-        if len(data) > MESSAGE_BYTES_MAX:
+        size = max(len(data), self._arrays.spread_bytes)
+        if size > MESSAGE_BYTES_MAX:
             raise InvalidInput(
-                f"a {type(message).__name__} message of {len(data)} bytes exceeds the limit of "
+                f"a {type(message).__name__} message of {size} bytes exceeds the limit of "
                 f"{MESSAGE_BYTES_MAX} bytes between nodes; save fewer items per epoch"
             )
         return data
@@ -110,6 +106,7 @@ class WireForm:
             raise FormatError(
                 f"a message of {len(data)} bytes exceeds the limit of {MESSAGE_BYTES_MAX} bytes"
             )
+        self._arrays.begin()
         try:
             message = self._message.decode(data)
             tables = [self._items(table) for table in message.tables]
@@ -130,6 +127,16 @@ class WireForm:
                 f"a message of {len(data)} bytes cannot be read: {error};"
                 " the peer may be of another version of groupio"
             ) from None
+
+    def _plain(self, value: Any) -> Any:
+        """What msgpack has no form for."""
+        if isinstance(value, np.ndarray):
+            return self._arrays.encode(value)
+        if isinstance(value, GroupIOError):
+            return to_wire(value)
+        if isinstance(value, np.bool_ | np.integer | np.floating):
+            return value.item()
+        raise TypeError(f"a {type(value).__name__} cannot travel between nodes")
 
     def _items_bytes(self, items: _Items) -> bytes:
         known = self._sent.get(id(items))
@@ -165,43 +172,6 @@ class _Remembered(Generic[_K, _V]):
         while self._bytes > TABLES_KEPT_BYTES:
             _, (_, nbytes) = self._values.popitem(last=False)
             self._bytes -= nbytes
-
-
-def _plain(value: Any) -> Any:
-    """What msgpack has no form for."""
-    if isinstance(value, np.ndarray):
-        return msgspec.msgpack.Ext(_ARRAY_CODE, _array_bytes(value))
-    if isinstance(value, GroupIOError):
-        return to_wire(value)
-    if isinstance(value, np.bool_ | np.integer | np.floating):
-        return value.item()
-    raise TypeError(f"a {type(value).__name__} cannot travel between nodes")
-
-
-def _array_bytes(array: npt.NDArray[Any]) -> bytes:
-    if array.dtype.str not in _DTYPES or array.ndim > _NDIM_MAX:
-        raise TypeError(f"an array {array.dtype} of shape {array.shape} cannot travel")
-    head = _HEAD.pack(array.dtype.str.encode(), array.ndim)
-    return head + struct.pack(f"<{array.ndim}Q", *array.shape) + array.tobytes()
-
-
-def _extension(code: int, data: memoryview) -> npt.NDArray[Any]:
-    """The array in an extension; ValueError when there is none."""
-    if code != _ARRAY_CODE or len(data) < _HEAD.size:
-        raise ValueError("an extension is no array")
-    word, ndim = _HEAD.unpack_from(data)
-    start = _HEAD.size + 8 * ndim
-    dtype = _DTYPES.get(word.rstrip(b"\0").decode("latin-1"))
-    if dtype is None or ndim > _NDIM_MAX or len(data) < start:
-        raise ValueError("an array is of no known kind")
-    shape = struct.unpack_from(f"<{ndim}Q", data, _HEAD.size)
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    if size != len(data) - start or (shape and shape[0] > len(data)):
-        raise ValueError(f"an array of shape {shape} does not have {len(data) - start} bytes")
-    # A copy: aligned, and the rest of the message is not kept alive by it.
-    return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()
 
 
 def _typed(kind: Any, value: Any) -> Any:
