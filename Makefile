@@ -1,6 +1,8 @@
 # make demo     the whole story on this machine: train, kill a rank, resume bit for bit
-# make test     every check and every test (about ten minutes on two cores)
+# make test     every check and every test (about a quarter of an hour on two cores)
 # make check    only the static checks
+# make sim      10,000 seeds of the simulator (about ten minutes; SEEDS, SEED and JSON may be set)
+# make soak     100,000 seeds of it
 # make proof    the slow proofs, which `make test` leaves out
 #
 # Everything runs in ./.venv. Set PYTHON to choose the interpreter (3.11, 3.12 or 3.13).
@@ -17,7 +19,10 @@ PURE := plan protocol format
 comma := ,
 space := $(subst ,, )
 
-.PHONY: help demo test check proof format tools clean
+SEEDS ?= 10000
+SIM := $(BIN)/python -m groupio.testing.sim
+
+.PHONY: help demo test check sim soak proof format tools clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -80,6 +85,16 @@ test: tools check
 	    --include='$(subst $(space),$(comma),$(PURE:%=src/groupio/%/*))'
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PURE:%=--ignore=tests/%) \
 	    --ignore=tests/test_tidy.py
+	$(SIM) --seeds 500 --jobs 2
+
+# Every single fault of the small world first, then fresh seeds of all sizes on all cores.
+sim: $(VENV)/.dev-installed
+	$(SIM) --exhaustive 1
+	json="$(JSON)"; $(SIM) --seeds $(SEEDS) $(SEED:%=--seed %) --all-cells \
+	    --json "$${json:-$$(mktemp --suffix=.json)}"
+
+soak:
+	$(MAKE) sim SEEDS=100000
 
 proof: tools $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m proof -o faulthandler_timeout=0

@@ -208,7 +208,7 @@ def test_a_launch_is_told_from_the_next() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"controller": "tcp://host:1"}, "one node"),
+        ({"controller": "somewhere"}, "tcp://host:port"),
         ({"job": ""}, "job"),
         ({"rewind_to": -1}, "rewind_to"),
         ({"settings": {"replicas": 1}}, "Settings"),

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from netns_help import Net, usable
+from nodes_help import Cluster
 
 from groupio import wire
 from groupio.agent import process
@@ -202,6 +204,21 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
     return make_node()
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters of so many nodes; in network namespaces as root, else on loopback."""
+    made: list[Cluster] = []
+
+    def make(size: int, *, loopback: bool = False, **settings: Any) -> Cluster:
+        net = Net(size) if usable() and not loopback else None
+        made.append(Cluster(tmp_path / f"cluster{len(made)}", size, net, **settings))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
 
 
 @pytest.fixture

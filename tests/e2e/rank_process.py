@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import groupio
+from groupio.client import saving
 from groupio.errors import AgentLost, GroupIOError, to_wire
 
 client: groupio.Client | None = None
@@ -42,6 +43,20 @@ def items_of(spec: dict[str, Any]) -> dict[str, Any]:
     return items
 
 
+def hold_copies(folder: str) -> None:
+    """From now on, copies wait as long as the file ``copy`` is in ``folder``."""
+    real = saving.copy_range
+
+    def copy_range(*args: Any) -> bool:
+        if os.path.exists(f"{folder}/copy"):
+            open(f"{folder}/copy.reached", "w").close()
+        while os.path.exists(f"{folder}/copy"):
+            time.sleep(0.005)
+        return real(*args)
+
+    saving.copy_range = copy_range
+
+
 def times(handle: groupio.SaveHandle) -> dict[str, Any]:
     t = handle.times
     return {
@@ -66,6 +81,9 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
                     array.fill(0)  # what was saved are the bytes at the call
             error = handle.error
             return {"error": to_wire(error) if error else None, "times": times(handle)}
+        case "hold_copies":
+            hold_copies(command["folder"])
+            return {}
         case "wait":
             handle = handles[command.pop("epoch")]
             catch = command.pop("catch", False)

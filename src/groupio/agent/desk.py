@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import status
+from groupio.agent.survey import Survey
 from groupio.errors import GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
+from groupio.protocol import reasons
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -63,16 +65,33 @@ class Desk:
                     raise InvalidInput(f"a client mapped {length} bytes at {offset}: no pages")
                 driver.tell_machine(ev.AheadMapped(peer.client, offset, length))
             case msg.Settle(request_id=request_id):
-                peer.job.host.open_store()
-                peer.job.settling.append((peer, request_id))
+                self._settle_later(peer, peer.job, request_id)
+            case msg.ReadOpen() | msg.Took() | msg.ReadClose():
+                self._read(peer, peer.job, message)
             case msg.Damaged(digests=digests):
                 log.error("%d damaged chunk(s) in %s", len(digests), peer.job.path)
                 for digest in digests:
                     peer.job.store.known.discard(digest)
+            case msg.Foreground(share=share):
+                if share is None:
+                    driver.foreground.leave(peer.client)
+                elif 0 <= share <= 1:
+                    driver.foreground.enter(peer.client, share)
+                else:
+                    raise InvalidInput(f"a client asked for a share of {share}")
             case msg.Bye():
                 # It writes to no lease any more, which is all that the arena's fence asks.
                 driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
+                if peer.job.joining is not None:
+                    driver.reads.client_left(peer.client, fenced=True)
                 peer.job.tell(ev.MemberGone(peer.client, process_gone=False))
+
+    def _read(self, peer: Peer, job: Job, message: msg.ReadOpen | msg.Took | msg.ReadClose) -> None:
+        if job.joining is not None:
+            self._driver.reads.ask(peer, job, message)
+        elif isinstance(message, msg.ReadOpen):
+            why = "the job is of one node"
+            self._driver.send(peer, msg.ReadRefused(message.request_id, why))
 
     # -- clients ---------------------------------------------------------
 
@@ -96,6 +115,7 @@ class Desk:
                 version=msg.PROTOCOL_VERSION,
                 log=str(driver.residence.paths.log),
                 notes=peer.notes,
+                reads=peer.job.joining is not None,
             ),
         )
         arrived = ev.ClientArrived(
@@ -106,10 +126,12 @@ class Desk:
             job=hello.job,
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
+            node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
-        if not peer.job.host.controller.store_open:
-            peer.job.host.open_store()
+        host = peer.job.host
+        if host is not None and not host.controller.store_open:
+            host.open_store()
 
     def _open(self, peer: Peer, job: Job, message: msg.OpenSave) -> None:
         hello = peer.hello
@@ -120,34 +142,40 @@ class Desk:
         except GroupIOError as error:
             self._refuse(peer, message.save_id, error)
             return
+        if self._driver.draining and job.joining is not None:
+            self._refuse(peer, message.save_id, reasons.draining(message.epoch))
+            return
         self._driver.flushing.items[peer.client, message.save_id] = (items, message.items_id)
         self._driver.doors.opened(job, peer.client, message)
-        self._driver.tell_machine(ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout))
         now = time.monotonic()
-        job.tell(
-            ev.MemberOpened(
-                node=self._driver.node,
-                client=peer.client,
-                process=peer.process,
-                rank=hello.rank,
-                world_size=hello.world_size,
-                save_id=message.save_id,
-                epoch=message.epoch,
-                deadline_s=message.deadline_s,
-                elapsed_s=max(0.0, now - message.called_at),
-                at=now,
-                total_bytes=layout.total_bytes,
-                bytes_logical=message.bytes_logical,
-                items_id=message.items_id,
-                replicated=message.replicated,
-                when_full=message.when_full,
-                job=hello.job,
-                rewind_to=hello.rewind_to,
-                launch_id=hello.launch_id,
-                metadata=message.metadata,
-                door=message.door,
-            ),
+        opened = ev.MemberOpened(
+            node=self._driver.node,
+            client=peer.client,
+            process=peer.process,
+            rank=hello.rank,
+            world_size=hello.world_size,
+            save_id=message.save_id,
+            epoch=message.epoch,
+            deadline_s=message.deadline_s,
+            elapsed_s=max(0.0, now - message.called_at),
+            at=now,
+            total_bytes=layout.total_bytes,
+            bytes_logical=message.bytes_logical,
+            items_id=message.items_id,
+            replicated=message.replicated,
+            when_full=message.when_full,
+            job=hello.job,
+            # The line that it asked for has begun: another controller must not begin it again.
+            rewind_to=None if peer.rewound else hello.rewind_to,
+            launch_id=hello.launch_id,
+            metadata=message.metadata,
+            door=message.door,
+            replicas=hello.replicas if job.joining is not None else 1,
         )
+        self._driver.tell_machine(
+            ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout, opened)
+        )
+        job.tell(opened)
 
     def _refuse(self, peer: Peer, save_id: int, error: GroupIOError) -> None:
         self._driver.send(peer, msg.Failed(save_id, to_wire(error)))
@@ -186,6 +214,7 @@ class Desk:
         if called_at is not None:
             metrics.observe("groupio_level_seconds", now - called_at, str(effect.level))
         if over:
+            peer.rewound = peer.job is not None and peer.job.joining is not None
             metrics.add("groupio_groups", 1, "committed")
         self._driver.send(
             peer,
@@ -207,14 +236,50 @@ class Desk:
             return ()
         place = ("durable: node-local path, does not survive node loss",)
         mode = (f"segments: {job.store.io_mode} writes",) if job.store.io_mode else ()
-        return (place if job.host.controller.node_local else ()) + mode
+        local = job.host is not None and job.host.controller.node_local
+        return (place if local else ()) + mode
+
+    def rule_out(self, effect: fx.TellUnreachable) -> None:
+        """Tell a member that its save goes on, but not to this level."""
+        peer = self._driver.clients.get(effect.seat.client)
+        if peer is not None:
+            self._driver.send(
+                peer,
+                msg.Unreachable(effect.seat.save_id, str(effect.level), to_wire(effect.error)),
+            )
+
+    def _settle_later(self, peer: Peer, job: Job, request_id: int) -> None:
+        """Remember who wants to hear that earlier incarnations' epochs are decided."""
+        if job.host is not None:
+            job.host.open_store()
+        elif job.joining is not None:
+            job.joining.settle(peer.client, request_id)
+        job.settling.append((peer, request_id))
+
+    def settle_without(self, job: Job, error: GroupIOError | None = None) -> None:
+        """Nothing is undecided where there is no store; ``error``: why it is not known."""
+        waiting, job.settling[:] = list(job.settling), []
+        for peer, request_id in waiting:
+            wire = None if error is None else to_wire(error)
+            self._driver.send(peer, msg.Settled(request_id, wire))
+
+    def settled(self, client: str, request_id: int) -> None:
+        """A controller elsewhere says so for this client."""
+        for job in self._driver.jobs.values():
+            for waiting in list(job.settling):
+                peer, number = waiting
+                if (peer.client, number) == (client, request_id):
+                    job.settling.remove(waiting)
+                    self._driver.send(peer, msg.Settled(request_id))
 
     def settle(self) -> None:
         """Answer those who wait for the epochs of earlier incarnations."""
         for job in self._driver.jobs.values():
-            still = []
+            if job.host is None:
+                continue
+            controller, still = job.host.controller, []
             for peer, request_id in job.settling:
-                if job.host.controller.opening or job.host.controller.undecided_for(peer.client):
+                if controller.opening or controller.undecided_for(peer.client):
                     still.append((peer, request_id))
                 else:
                     self._driver.send(peer, msg.Settled(request_id))
@@ -224,7 +289,9 @@ class Desk:
         body: dict[str, Any]
         match message.what:
             case "status":
-                body = status(self._driver)
+                number = message.request_id
+                Survey(self._driver, lambda b: self._driver.send(peer, msg.Answer(number, b)))
+                return
             case "metrics":
                 body = {"text": self._metrics()}
             case "drain" | "stop":
@@ -241,6 +308,7 @@ class Desk:
                 driver.metrics.set("groupio_memory_bytes", size, state)
         driver.metrics.set("groupio_memory_budget_bytes", driver.machine.ledger.budget)
         driver.metrics.set("groupio_clients", len(driver.clients))
-        in_flight = sum(len(job.host.controller.groups) for job in driver.jobs.values())
+        hosts = [job.host for job in driver.jobs.values() if job.host is not None]
+        in_flight = sum(len(host.controller.groups) for host in hosts)
         driver.metrics.set("groupio_groups_in_flight", in_flight)
         return driver.metrics.render()

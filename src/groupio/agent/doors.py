@@ -29,6 +29,9 @@ NICE = 5
 
 DCP = "dcp"
 
+ELSEWHERE_S = 20.0
+"""How long the agent of rank 0 may take for a door before another one makes it."""
+
 
 class _Wish(NamedTuple):
     """The door of an epoch of the store at ``path``; ``epoch`` None: of the newest one, if it
@@ -37,6 +40,8 @@ class _Wish(NamedTuple):
     path: str
     epoch: int | None
     wanted: bool
+    elsewhere: bool = False
+    """The agent of rank 0 makes it: of many nodes, one is enough."""
 
 
 @dataclass(slots=True)
@@ -72,10 +77,18 @@ class Doors:
         if wish is None or not committed:
             return
         if wish.wanted:
+            wish = wish._replace(elsewhere=self._is_elsewhere(wish.path, seat))
             self._order(wish).waiting.append((seat.client, seat.save_id))
         else:
             # A rewind may have left the door of an abandoned epoch under this one's number.
             self._order(wish)
+
+    def _is_elsewhere(self, path: str, seat: MemberSeat) -> bool:
+        job = self._driver.jobs.get(path)
+        if job is None or job.joining is None:
+            return False
+        ranks = (peer.hello.rank for peer in self._driver.clients.values() if peer.hello)
+        return 0 not in (seat.rank, *ranks)
 
     def recover(self, job: Job) -> None:
         """A store was opened: make the door of its newest epoch if that lacks one it should have.
@@ -113,8 +126,12 @@ class Doors:
         if number is not None and not os.path.lexists(os.path.join(wish.path, DOORS, str(number))):
             return
         # Imported here: an agent whose jobs want no doors does without.
-        from groupio.door.publish import ensure_door
+        from groupio.door.publish import await_door, ensure_door
 
+        if wish.elsewhere and wish.epoch is not None:
+            if await_door(wish.path, wish.epoch, ELSEWHERE_S):
+                return
+            log.warning("nobody made the door of epoch %d: this agent does", wish.epoch)
         pause = self._driver.workers.give_way
         made = ensure_door(wish.path, wish.epoch, wanted=wish.wanted, pause=pause)
         if made is not None:

@@ -9,36 +9,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import groupio
-from groupio.agent.arena import MemberArena
 from groupio.agent.desk import Desk
 from groupio.agent.doors import Doors
 from groupio.agent.flushing import Flushing
+from groupio.agent.foreground import Foreground
 from groupio.agent.identity import Writer, node_name
 from groupio.agent.job import Job
+from groupio.agent.lending import Memory, yield_to_others
 from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
 from groupio.agent.peer import Peer
 from groupio.agent.process import Residence
 from groupio.agent.workers import WorkerPool
+from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
-from groupio.errors import GroupIOError
+from groupio.errors import InvalidInput
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
+from groupio.protocol import reading_messages as rm
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
 from groupio.settings import Settings
 from groupio.wire import Channel, ChannelClosed
+
+if TYPE_CHECKING:
+    from groupio.agent.network import Network
+    from groupio.agent.reading import Reads
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +54,6 @@ STOP_POLL_S = 0.05
 PROCESS_END_S = 0.1
 """A killed process loses its sockets a moment before it is seen to have ended."""
 
-_NICER = 5
-
 
 class Driver:
     """The agent of one node: every client, job and byte of staging memory."""
@@ -56,7 +61,7 @@ class Driver:
     def __init__(self, settings: Settings, residence: Residence) -> None:
         self.settings = settings
         self.residence = residence
-        self.node = node_name()
+        self.node = node_name(settings.node)
         self.writer = Writer.of_this_process()
         self.started_at = time.monotonic()
         self.metrics = Metrics()
@@ -65,20 +70,21 @@ class Driver:
         self.jobs: dict[str, Job] = {}
         self.peers: dict[int, Peer] = {}
         self.clients: dict[str, Peer] = {}
-        self.arenas: dict[int, MemberArena] = {}
+        self.memory = Memory(self)
         self.draining = False
         self.copies_active = 0
         self.workers = WorkerPool(copies_active=lambda: self.copies_active)
+        self.foreground = Foreground(self._pace, self._later)
         self.flushing = Flushing(self)
         self.doors = Doors(self)
         self.desk = Desk(self)
+        self.network: Network | None = None
+        """Once a job of several nodes has come."""
         self._numbers = count(1)
         self._group_job: dict[int, Job] = {}
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
-        self._populating = ThreadPoolExecutor(1, "populate", initializer=_yield_to_others)
-        self._populates: dict[tuple[int, int], threading.Event] = {}
-        """Extents that are being filled, each with the sign that it is not wanted any more."""
+        self._closing = ThreadPoolExecutor(1, "close", initializer=yield_to_others)
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,18 +110,23 @@ class Driver:
             self._drop(peer)
         for job in self.jobs.values():
             job.end()
-        self._populating.shutdown(wait=False, cancel_futures=True)
+        if self.network is not None:
+            self.network.close()
+        self.memory.shut()
+        self._closing.shutdown(wait=False, cancel_futures=True)
         self.doors.close()
         self.workers.close(timeout_s=5.0)
-        for arena in self.arenas.values():
-            arena.close()
+        self.memory.close()
         log.info("agent ends")
 
     def drain(self, *, abort_unstaged: bool = False) -> None:
         """Take no new groups, finish what is in flight, then end."""
         self.draining = True
         for job in self.jobs.values():
-            job.tell(ev.Drain(abort_unstaged))
+            if job.joining is None:
+                job.tell(ev.Drain(abort_unstaged))
+            else:
+                job.joining.drain(abort_unstaged=abort_unstaged)
 
     def quit(self) -> None:
         """End now; what is not durable is lost."""
@@ -126,7 +137,9 @@ class Driver:
     def idle(self) -> bool:
         """Nothing is in flight."""
         busy = self.machine.groups or self.doors.busy
-        return not busy and all(job.idle for job in self.jobs.values())
+        # Whoever follows a controller here finds another one when this agent drains.
+        over = (job.quiet if self.draining else job.idle for job in self.jobs.values())
+        return not busy and all(over)
 
     def _look_around(self) -> None:
         """Close stores that nobody uses; end when idle or drained."""
@@ -137,8 +150,10 @@ class Driver:
         self._loop.call_later(STOP_POLL_S, self._look_around)
         for path, job in list(self.jobs.items()):
             if job.idle and not any(p.job is job and p.connected for p in self.peers.values()):
+                if self.network is not None and self.network.reads.leave(job):
+                    continue  # other nodes get chunks from here
                 del self.jobs[path]
-                self._populating.submit(job.end)
+                self._closing.submit(job.end)
         served = any(peer.connected for peer in self.clients.values())
         if not self.idle or (served and not self.draining):
             self._idle_since = None
@@ -216,6 +231,8 @@ class Driver:
             self._loop.remove_reader(peer.channel.fileno())
             peer.connected = False
             peer.channel.close()
+            if peer.hello is not None:
+                self.foreground.leave(peer.client)
             if peer.hello is not None and not peer.process_gone:
                 self._loop.call_later(PROCESS_END_S, self._closed_only, peer)
         self._forget_if_over(peer)
@@ -243,6 +260,8 @@ class Driver:
     def member_gone(self, peer: Peer, *, process_gone: bool) -> None:
         """Tell the machines that a client is gone."""
         event = ev.MemberGone(peer.client, process_gone)
+        if self.network is not None:
+            self.network.reads.client_left(peer.client, fenced=process_gone)
         if peer.job is not None:
             peer.job.tell(event)
         self.tell_machine(event)
@@ -255,10 +274,14 @@ class Driver:
             del self.clients[peer.client]
 
     def _drop(self, peer: Peer) -> None:
+        assert self._loop is not None
         if peer.connected:
+            self._loop.remove_writer(peer.channel.fileno())
+            self._loop.remove_reader(peer.channel.fileno())
             peer.connected = False
             peer.channel.close()
         if peer.pidfd >= 0:
+            self._loop.remove_reader(peer.pidfd)
             os.close(peer.pidfd)
             peer.pidfd = -1
 
@@ -292,16 +315,67 @@ class Driver:
         except RuntimeError:
             log.info("an event came after the end of the loop")
 
+    def groups_of(self, job: Job) -> tuple[int, ...]:
+        """The groups of a job that this node has memory for."""
+        return tuple(n for n, owner in self._group_job.items() if owner is job)
+
+    def held(self, job: Job) -> tuple[ev.HeldGroup, ...]:
+        """What a controller that takes over has to know of the node's groups."""
+        return self.machine.held(self.groups_of(job))
+
     def job_of(self, path: str, hello: msg.Hello) -> Job:
-        """The job that owns the store at ``path``."""
+        """The job that owns the store at ``path``; InvalidInput when it cannot be as asked."""
+        where = replace(find_controller(hello.controller, {}), is_here=hello.hosts)
+        if not hello.said and self.settings.controller is not None:
+            where = find_controller(self.settings.controller, {})
         job = self.jobs.get(path)
+        if job is not None and where.kind is not Kind.LOCAL and job.joining is None:
+            if not job.idle:
+                raise InvalidInput(
+                    f"the store {path} is in use by a job of this node alone; end that job first, "
+                    "or start this one with GROUPIO_CONTROLLER=local"
+                )
+            del self.jobs[path]
+            self._closing.submit(job.end)
+            job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
             store = JobStore(path, name, self.node, self.writer, hello.file_mode)
-            host = Host(path, store, self, self._numbers)
-            host.controller.draining = self.draining
-            job = self.jobs[path] = Job(path, store, host)
+            job = self.jobs[path] = Job(path, store)
+            if where.kind is Kind.LOCAL:
+                job.host = Host(path, store, self, self._numbers)
+                job.host.controller.draining = self.draining
+            else:
+                from groupio.agent.joining import Joining
+
+                job.joining = Joining(self, job, where)
+                self.machine.keeps_content = True
         return job
+
+    def join_network(self) -> Network:
+        """What jobs of several nodes need, made when the first one comes."""
+        if self.network is None:
+            from groupio.agent.network import Network
+
+            self.network = Network(self)
+            self._pace(self.foreground.share)
+        return self.network
+
+    @property
+    def reads(self) -> Reads:
+        """The reads of jobs that span nodes."""
+        assert self.network is not None
+        return self.network.reads
+
+    def _pace(self, share: float) -> None:
+        """Let storage traffic use this share of what it can."""
+        self.workers.brake.set(share)
+        if self.network is not None:
+            self.network.fabric.pace.set_share(share)
+
+    def _later(self, seconds: float, step: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._loop.call_later(seconds, self.do, step)
 
     def tell_machine(self, event: Any) -> None:
         """Feed an event to the agent machine and execute its effects."""
@@ -337,15 +411,26 @@ class Driver:
         """Execute what the job's controller ordered."""
         match effect:
             case fx.TellReached() | fx.TellFailed():
+                job.over(effect)
                 self.desk.tell(effect)
-            case fx.AdmitGroup(group=group):
-                self._group_job[group] = job
+            case fx.TellUnreachable():
+                self.desk.rule_out(effect)
+            case fx.AdmitGroup():
+                self.do(lambda: self._admit(job, effect))
+            case (
+                fx.RetractGroup()
+                | fx.StartCopy()
+                | fx.AbortGroup()
+                | fx.StoreChunks()
+                | fx.AdoptGroup()
+            ):
                 self.tell_machine(effect)
-            case fx.StartCopy() | fx.AbortGroup():
+            case rm.Assign() | rm.Yield() | rm.Unreadable() | rm.ReadSought() | rm.Peers():
+                self.reads.take(job, effect)
+            case fx.CloseGroup() | fx.DropHeld():
                 self.tell_machine(effect)
-            case fx.CloseGroup(group=group):
-                self.tell_machine(effect)
-                self.do(lambda: self._group_closed(group))
+                # Behind the effects that this has.
+                self.do(lambda: self.do(self._forget_groups))
             case _:
                 raise AssertionError(f"not an order: {effect!r}")
 
@@ -355,27 +440,29 @@ class Driver:
 
     def _execute(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.Report(event=event):
-                self._group_job[event.group].tell(event)
-            case fx.OpenArena(arena=arena, client=client):
-                self.arenas[arena] = MemberArena()
-                if (peer := self.clients.get(client)) is not None:
-                    self.send(peer, msg.Arena(), (self.arenas[arena].fd,))
-            case fx.CloseArena(arena=arena):
-                for place, unwanted in self._populates.items():
-                    if place[0] == arena:
-                        unwanted.set()
-                self.arenas.pop(arena).close()
-            case fx.Punch(arena=arena, offset=offset, length=length):
-                if (populating := self._populates.get((arena, offset))) is not None:
-                    populating.set()
-                self.arenas[arena].punch(offset, length)
-            case fx.Populate():
-                self._populate(effect)
-            case fx.GrantLease():
-                self._grant(effect)
-            case fx.StartJob() | fx.AddWave() | fx.FinishJob() | fx.CancelJob() | fx.EndJob():
+            case fx.Report(event=event, group=group):
+                self._group_job[group].tell(event)
+            case fx.OpenArena() | fx.CloseArena() | fx.Punch() | fx.Populate() | fx.GrantLease():
+                self.memory.execute(effect)
+            case (
+                fx.StartJob()
+                | fx.AddWave()
+                | fx.FinishJob()
+                | fx.RunOrder()
+                | fx.CancelJob()
+                | fx.EndJob()
+            ):
                 self.flushing.execute(effect)
+                if isinstance(effect, fx.EndJob):
+                    self.do(self._forget_groups)
+            case fx.KeepContent(group=group, key=key):
+                if self.network is not None:
+                    self.network.holdings.settle(group)
+                self._group_job[group].learn(key)
+            case fx.DropContent(arena=arena, offset=offset, length=length):
+                if self.network is not None:
+                    self.network.holdings.drop(arena, offset, length)
+                    self.network.reads.staging_changed()
             case _:
                 raise AssertionError(f"not an effect of the agent machine: {effect!r}")
 
@@ -383,59 +470,12 @@ class Driver:
         """The job that the group belongs to."""
         return self._group_job[group]
 
-    def _group_closed(self, group: int) -> None:
-        self._group_job.pop(group, None)
+    def _admit(self, job: Job, effect: fx.AdmitGroup) -> None:
+        self._group_job[effect.group] = job
+        self._run(self.machine.handle(effect))
 
-    # -- memory ---------------------------------------------------------
-
-    def _grant(self, effect: fx.GrantLease) -> None:
-        peer = self.clients.get(effect.client)
-        if peer is None:
-            return
-        wave, arena = effect.wave, self.arenas[effect.arena]
-        if wave.virt_hi > wave.virt_lo:
-            arena.map(effect.offset, wave.virt_hi - wave.virt_lo)
-        message = msg.Grant(
-            save_id=effect.save_id,
-            key=effect.key,
-            wave=effect.number,
-            waves=effect.waves,
-            offset=effect.offset,
-            virt_lo=wave.virt_lo,
-            virt_hi=wave.virt_hi,
-            chunk_lo=wave.chunk_lo,
-            chunk_hi=wave.chunk_hi,
-        )
-        self.send(peer, message)
-
-    def _populate(self, effect: fx.Populate) -> None:
-        arena, place = self.arenas[effect.arena], (effect.arena, effect.offset)
-        unwanted = self._populates[place] = threading.Event()
-
-        def populate() -> None:
-            try:
-                if unwanted.is_set():
-                    return
-                arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
-                if unwanted.is_set():
-                    # It was given back meanwhile: what came after that must go, too.
-                    arena.punch(effect.offset, effect.length)
-            except (GroupIOError, OSError, ValueError) as error:
-                if not unwanted.is_set():
-                    log.warning("memory was not prepared ahead of its use: %s", error)
-                unwanted.set()
-            self.post(announce)
-
-        def announce() -> None:
-            if self._populates.get(place) is unwanted:
-                del self._populates[place]
-            peer = self.clients.get(effect.client)
-            if peer is not None and not unwanted.is_set() and arena.fd >= 0:
-                self.send(peer, msg.Standby(effect.offset, effect.length))
-
-        self._populating.submit(populate)
-
-
-def _yield_to_others() -> None:
-    """Lower this thread's CPU priority; on Linux it belongs to the thread."""
-    os.nice(_NICER)
+    def _forget_groups(self) -> None:
+        """Groups that the machine has no more are over; those that it will hear of are new."""
+        over = [n for n in self._group_job if n not in self.machine.groups]
+        for number in over:
+            del self._group_job[number]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from groupio.agent.fetching import Fetched, Fetcher, Room
 from groupio.agent.pipeline import FlushJob
+from groupio.agent.planned import PlannedFlush, Source, Told
 from groupio.errors import GroupIOError, InvalidInput, StagingFull
 from groupio.format.items import decode_items, items_id
 from groupio.model import ItemSpec, NodeReport
@@ -67,7 +69,7 @@ class Flushing:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._jobs: dict[int, tuple[FlushJob, Job]] = {}
+        self._jobs: dict[int, tuple[FlushJob | PlannedFlush, Job]] = {}
         self.tables = Tables()
         self.items: dict[tuple[str, int], tuple[tuple[ItemSpec, ...], bytes]] = {}
         """The items of each client's save that is not over, and the id of their table."""
@@ -83,6 +85,8 @@ class Flushing:
                 self._jobs[group][0].finish()
             case fx.CancelJob(group=group):
                 self._jobs[group][0].cancel(lambda: self._post(ev.JobIdle(group)))
+            case fx.RunOrder():
+                self._order(effect)
             case fx.EndJob(group=group, delete_segments=delete):
                 self._end(group, delete)
 
@@ -105,7 +109,7 @@ class Flushing:
         wave = lease.waves[-1]
         if not wave.virt_lo <= place <= place + length <= wave.virt_hi:
             return None
-        arena = self._driver.arenas[lease.extent.arena]
+        arena = self._driver.memory.arenas[lease.extent.arena]
         view = arena.map(lease.extent.offset, wave.virt_hi - wave.virt_lo)
         return view[place - wave.virt_lo : place - wave.virt_lo + length]
 
@@ -123,6 +127,9 @@ class Flushing:
         def failed(error: GroupIOError) -> None:
             self._post(ev.JobFailed(group, error))
 
+        if effect.planned:
+            self._jobs[group] = (self._planned(effect, job), job)
+            return
         flush = FlushJob(
             backend=store.backend,
             store_id=store.store_id,
@@ -138,6 +145,73 @@ class Flushing:
         )
         self._jobs[group] = (flush, job)
 
+    def _planned(self, effect: fx.StartJob, job: Job) -> PlannedFlush:
+        """The flush job of a group that a plan divides among nodes."""
+        driver, store, group = self._driver, job.store, effect.group
+        network = driver.network
+        assert network is not None
+        framed = effect.door == "dcp"
+
+        def hashed(report: NodeReport) -> None:
+            places = flush.places()
+            if places is not None:
+                network.holdings.hold(group, store.store_id, places)
+            self._post(ev.JobHashed(group, report))
+
+        def short(number: int, fetched: Fetched) -> None:
+            self._post(ev.JobShort(group, number, *fetched))
+
+        flush = PlannedFlush(
+            backend=store.backend,
+            store_id=store.store_id,
+            key=effect.key,
+            node=driver.node,
+            framed=framed,
+            workers=driver.workers,
+            fetcher=Fetcher(
+                fabric=network.fabric,
+                holdings=network.holdings,
+                links=network.links,
+                pool=network.fetching,
+                group=group,
+                job=store.store_id,
+            ),
+            pool=network.orders,
+            wrote=network.links.wrote,
+            told=Told(
+                hashed,
+                lambda number, copies: self._post(ev.JobReplicated(group, number, copies)),
+                lambda number, report: self._post(ev.JobStored(group, report, number)),
+                short,
+                lambda error: self._post(ev.JobFailed(group, error)),
+            ),
+        )
+        flush.begin(
+            FlushJob(
+                backend=store.backend,
+                store_id=store.store_id,
+                key=effect.key,
+                node=driver.node,
+                write=False,
+                framed=framed,
+                known=store.known if effect.store else None,
+                workers=driver.workers,
+                on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
+                on_done=flush.hashed,
+                on_error=lambda error: self._post(ev.JobFailed(group, error)),
+            )
+        )
+        return flush
+
+    def _order(self, effect: fx.RunOrder) -> None:
+        flush = self._jobs[effect.group][0]
+        assert isinstance(flush, PlannedFlush)
+        room = None
+        if effect.length:
+            view = self._driver.memory.arenas[effect.arena].map(effect.offset, effect.length)
+            room = Room(view, effect.arena, effect.offset)
+        flush.run_order(effect.round, effect.order, effect.addresses, room)
+
     def _add(self, effect: fx.AddWave) -> None:
         wave = effect.wave
         items, table_id = self.items[effect.client, effect.save_id]
@@ -146,7 +220,7 @@ class Flushing:
         length = wave.virt_hi - wave.virt_lo
         try:
             view = (
-                self._driver.arenas[effect.arena].map(effect.offset, length)
+                self._driver.memory.arenas[effect.arena].map(effect.offset, length)
                 if length
                 else memoryview(b"")
             )
@@ -159,6 +233,19 @@ class Flushing:
             self._post(ev.JobFailed(effect.group, full))
             return
         flush = self._jobs[effect.group][0]
+        if isinstance(flush, PlannedFlush):
+            flush.add_wave(
+                effect.rank,
+                effect.number,
+                Source(items, layout, view, effect.arena, effect.offset),
+                wave.chunk_lo,
+                wave.chunk_hi,
+                wave.virt_lo,
+                eager=effect.eager,
+                table_id=table_id,
+                shapes=self.tables.shapes(items, table_id) if flush.framed else None,
+            )
+            return
         flush.add_wave(
             effect.rank,
             effect.number,
@@ -180,5 +267,7 @@ class Flushing:
         metrics.add("groupio_duplicate_bytes", counts.duplicate_bytes, "epoch")
         metrics.add("groupio_duplicate_bytes", counts.known_bytes, "store")
         metrics.add("groupio_written_bytes", counts.new_bytes)
+        if self._driver.network is not None:
+            self._driver.network.holdings.release(group)
         if delete:
             job.run(flush.delete_segments)

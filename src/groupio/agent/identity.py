@@ -1,4 +1,4 @@
-"""Who writes to a store: enough for a later agent to tell whether the writer still lives."""
+"""Who a process is: to those who look at its store later, and to those on other nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+
+_WILDCARDS = ("0.0.0.0", "[::]", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,21 @@ def process_start(pid: int) -> int:
         return 0
 
 
-def node_name() -> str:
+def node_name(configured: str | None = None) -> str:
     """This node's name, in the characters that segment names allow."""
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "node"
+    return configured or re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "node"
+
+
+def reachable(host: str) -> str:
+    """Where other nodes reach what listens at ``host``: a wildcard stands for this node."""
+    return own_address() if host in _WILDCARDS else host
+
+
+def own_address() -> str:
+    """The address of the interface that leads to other machines; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a range that nobody has (RFC 5737)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())

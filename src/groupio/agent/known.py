@@ -143,6 +143,7 @@ def _as_row(digest: bytes) -> npt.NDArray[np.uint8]:
 
 
 def prefixes(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """The first 8 bytes of each digest (uint8[n, 32]), uint64[n]."""
     whole = np.ascontiguousarray(digests).view(np.uint64).reshape(len(digests), DIGEST_BYTES // 8)
     return np.ascontiguousarray(whole[:, 0])
 

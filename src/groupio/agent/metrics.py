@@ -34,6 +34,9 @@ KINDS: dict[str, Kind] = {
         "counter", "Bytes not written again, by where the first copy is.", ("found_in",)
     ),
     "groupio_written_bytes": Kind("counter", "Bytes written to segments."),
+    "groupio_read_bytes": Kind(
+        "counter", "Bytes that came for readers through this agent, by source.", ("source",)
+    ),
     "groupio_level_seconds": Kind(
         "histogram", "Seconds from a member's call to a level.", ("level",)
     ),

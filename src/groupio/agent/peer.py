@@ -29,6 +29,8 @@ class Peer:
     notes: tuple[str, ...] = ()
     connected: bool = True
     process_gone: bool = False
+    rewound: bool = False
+    """A save of it is DURABLE, on the line that it may have asked for."""
     called_at: dict[int, float] = field(default_factory=dict)
 
     @property

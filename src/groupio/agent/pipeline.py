@@ -76,6 +76,7 @@ class _Wave:
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     view: memoryview | None
+    write: bool
     pending: int
     """Tasks that are not hashed and written yet."""
 
@@ -155,14 +156,16 @@ class FlushJob:
         *,
         table_id: bytes = b"",
         shapes: npt.NDArray[np.int64] | None = None,
+        write: bool | None = None,
     ) -> None:
         """Take over chunks ``chunk_lo:chunk_hi`` of a member; does not wait.
 
         ``view`` is page-aligned memory that holds the virtual bytes from ``virt_lo`` on; it must
         not change until ``on_wave``, or until the job is idle after ``cancel``. ``table_id`` is
         the verified id of the encoded items, if the caller has it: it takes 4 us an item to
-        compute; ``shapes`` is :func:`groupio.plan.frames.shapes_of` them, for a framed job. A
-        stopped job ignores the call.
+        compute; ``shapes`` is :func:`groupio.plan.frames.shapes_of` them, for a framed job.
+        ``write`` says whether to write what is new in this wave (None: as the job does). A stopped
+        job ignores the call.
         """
         starts = layout.chunk_start[chunk_lo:chunk_hi] - virt_lo
         lengths = layout.chunk_length[chunk_lo:chunk_hi]
@@ -177,7 +180,8 @@ class FlushJob:
                 refs = np.full(len(layout.chunk_start), -1, np.int64)
                 member = self._members[rank] = _Member(rank, items, layout, refs, table_id, shapes)
             self._outstanding += len(tasks)
-        work = _Wave(member, wave, chunk_lo, starts, lengths, view, len(tasks))
+        write = self._write if write is None else write
+        work = _Wave(member, wave, chunk_lo, starts, lengths, view, write, len(tasks))
         for lo, hi in tasks:
             self._workers.submit_hash(partial(self._run_hash, work, lo, hi))
 
@@ -260,7 +264,7 @@ class FlushJob:
                 return where
         with self._lock:
             refs[:] = rows
-            self._count(int(lengths.sum()), len(rows), 0, lengths[:0])
+            self._count(int(lengths.sum()), len(rows), 0, 0)
         return None
 
     def _record(self, task: _Task) -> Place | None:
@@ -284,13 +288,15 @@ class FlushJob:
                 rows = known[new][hit]
                 segments[hit] = older_segment(self._known.segments[rows])
                 offsets[hit] = self._known.offsets[rows]
-            if self._write and len(own):
+            if task.wave.write and len(own):
                 where = self._append(task, own)
                 segments[known[new] < 0] = where.segment.seq
                 offsets[known[new] < 0] = where.offsets
             self._table.fill(lengths[new], segments, offsets)
             member.refs[task.first : task.first + len(found)] = found
-            self._count(int(lengths.sum()), len(found), int(lengths[new].sum()), lengths[own])
+            unique, unknown = int(lengths[new].sum()), int(lengths[own].sum())
+            self._count(int(lengths.sum()), len(found), unique, unknown)
+            self._counts.new_bytes += unknown if task.wave.write else 0
         return where
 
     def _append(self, task: _Task, own: npt.NDArray[np.int64]) -> Place:
@@ -307,14 +313,12 @@ class FlushJob:
             Tensors(member.items, owners, shapes, numbers[first] - layout.item_chunk[owners]),
         )
 
-    def _count(self, total: int, chunks: int, unique: int, own: npt.NDArray[np.int64]) -> None:
+    def _count(self, total: int, chunks: int, unique: int, unknown: int) -> None:
         counts = self._counts
-        new = int(own.sum())
         counts.hashed_bytes += total
         counts.hashed_chunks += chunks
         counts.duplicate_bytes += total - unique
-        counts.known_bytes += unique - new
-        counts.new_bytes += new if self._write else 0
+        counts.known_bytes += unique - unknown
 
     def _take_bounce(self) -> mmap.mmap | None:
         return self._workers.bounce.take(lambda: self._stopped)
@@ -419,11 +423,11 @@ class FlushJob:
                 return
             self._stopped = True
         _log.warning("flush of %s on %s failed: %s", self._key, self._node, error)
-        _drop_frames(error)
+        drop_frames(error)
         self._on_error(error)
 
 
-def _drop_frames(error: BaseException | None) -> None:
+def drop_frames(error: BaseException | None) -> None:
     """Forget the stack frames of an error: they would keep views into the arena alive."""
     while error is not None:
         error.__traceback__ = None

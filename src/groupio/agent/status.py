@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import groupio
+from groupio.controller.describe import describe
 from groupio.protocol.ledger import Use
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def status(driver: Driver) -> dict[str, Any]:
                 "quarantined": ledger.total(Use.QUARANTINED),
                 "free": ledger.total(Use.FREE),
             },
+            "cache_bytes": sum(e.length for e in ledger.extents if e.content is not None),
         },
-        "jobs": [_job(driver, job) for job in driver.jobs.values()],
+        "jobs": [_job(job) for job in driver.jobs.values()],
         "clients": [
             {
                 "pid": peer.process.pid,
@@ -47,25 +49,15 @@ def status(driver: Driver) -> dict[str, Any]:
     }
 
 
-def _job(driver: Driver, job: Job) -> dict[str, Any]:
-    controller, now = job.host.controller, time.monotonic()
-    incarnation = controller.incarnation
+def _job(job: Job) -> dict[str, Any]:
+    if job.host is not None:
+        return {**describe(job.host), "controller": "here"}
+    assert job.joining is not None
     return {
         "store": job.path,
         "job": job.store.job,
-        "incarnation": incarnation.number if incarnation is not None else None,
-        "lineage": controller.lineage if controller.lineages else None,
-        "last_committed": controller.latest if controller.latest >= 0 else None,
-        "io_mode": job.store.io_mode or None,
-        "groups": [
-            {
-                "epoch": group.epoch,
-                "phase": str(group.phase),
-                "world_size": group.world_size,
-                "missing": list(group.missing),
-                "copied": sum(seat.copied for seat in group.seats.values()),
-                "age_s": round(now - group.first.at + group.first.elapsed_s, 3),
-            }
-            for group in controller.groups.values()
-        ],
+        "controller": job.joining.where.address or str(job.joining.where.kind),
+        "term": job.joining.term,
+        "joined": job.joining.joined,
+        "groups": [],
     }

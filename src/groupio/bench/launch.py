@@ -58,24 +58,27 @@ def run_ranks(
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        env=_environment(runtime),
+                        env={
+                            **environment(),
+                            "GROUPIO_BENCH_RUNTIME": str(runtime),
+                            "GROUPIO_IDLE_S": "1",
+                            "GLOO_SOCKET_IFNAME": "lo",
+                        },
                     )
                 )
         _follow(options, programme, folder, processes, on_begin)
         return [news.read(folder, rank) for rank in range(ranks)]
     finally:
-        _end(processes)
+        end_all(processes)
         _await_agents(runtime)
 
 
-def _environment(runtime: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The caller's, in which Python finds this very groupio from any directory."""
     ours = str(Path(groupio.__file__).resolve().parent.parent)
     path = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         **os.environ,
-        "GROUPIO_BENCH_RUNTIME": str(runtime),
-        "GROUPIO_IDLE_S": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "PYTHONUNBUFFERED": "1",
@@ -140,8 +143,8 @@ def _log_tail(folder: Path, rank: int) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ask the ranks that still run to end, then kill them."""
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ask the processes that still run to end, then kill them."""
     for one in processes:
         if one.poll() is None:
             one.send_signal(signal.SIGTERM)

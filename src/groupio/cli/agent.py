@@ -11,10 +11,33 @@ import typer
 
 from groupio.agent import process, spawn
 from groupio.cli import asking
-from groupio.cli.output import ANSWER_IS_NO, OK, JsonFlag, console, emit_json, text
-from groupio.settings import Settings
+from groupio.cli.options import (
+    ControllerOption,
+    DomainOption,
+    FabricOption,
+    IdleOption,
+    ListenOption,
+    MemoryOption,
+    NodeOption,
+    RuntimeDirOption,
+    UplinkOption,
+    settings_with,
+)
+from groupio.cli.output import (
+    ANSWER_IS_NO,
+    OK,
+    CommandError,
+    JsonFlag,
+    console,
+    emit_json,
+    text,
+)
 
-app = typer.Typer(help="Start, drain or stop this user's agent on this node.")
+app = typer.Typer()
+
+ForegroundFlag = Annotated[
+    bool, typer.Option("--foreground", help="Become the agent, and end with Ctrl-C.")
+]
 
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0, help="Seconds to wait for the agent's end.")
@@ -22,21 +45,74 @@ TimeoutOption = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _agent(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(OK)
+def _agent(
+    context: typer.Context,
+    memory: MemoryOption = None,
+    uplink: UplinkOption = None,
+    fabric: FabricOption = None,
+    domain: DomainOption = None,
+    node: NodeOption = None,
+    listen: ListenOption = None,
+    controller: ControllerOption = None,
+    idle: IdleOption = None,
+    runtime_dir: RuntimeDirOption = None,
+    foreground: ForegroundFlag = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Start, drain or stop this user's agent on this node; without a command, start it."""
+    given = [v for k, v in context.params.items() if v not in (None, False)]
+    if context.invoked_subcommand is not None:
+        if given:
+            raise CommandError(
+                f"give the options behind the command: groupio agent {context.invoked_subcommand} "
+                "[OPTIONS]"
+            )
+        return OK
+    return run(
+        memory,
+        uplink,
+        fabric,
+        domain,
+        node,
+        listen,
+        controller,
+        idle,
+        runtime_dir,
+        foreground,
+        as_json,
+    )
 
 
 @app.command("run")
 def run(
-    foreground: Annotated[
-        bool, typer.Option("--foreground", help="Become the agent, and end with Ctrl-C.")
-    ] = False,
+    memory: MemoryOption = None,
+    uplink: UplinkOption = None,
+    fabric: FabricOption = None,
+    domain: DomainOption = None,
+    node: NodeOption = None,
+    listen: ListenOption = None,
+    controller: ControllerOption = None,
+    idle: IdleOption = None,
+    runtime_dir: RuntimeDirOption = None,
+    foreground: ForegroundFlag = False,
     as_json: JsonFlag = False,
 ) -> int:
-    """Start the agent unless one runs. The first client does the same by itself."""
-    settings = Settings.from_env()
+    """Start the agent unless one runs. The first client does the same by itself.
+
+    Options win over GROUPIO_* variables.
+    """
+    flags = {
+        "memory": memory,
+        "uplink": uplink,
+        "fabric": fabric,
+        "domain": domain,
+        "node": node,
+        "listen": listen,
+        "controller": controller,
+        "idle": idle,
+        "runtime_dir": runtime_dir,
+    }
+    settings = settings_with(**flags)
     where = spawn.agent_paths(settings)
     process.make_runtime_dir(where)
     if foreground:
@@ -49,9 +125,11 @@ def run(
     if as_json:
         agent = {"pid": pid, "socket": str(where.socket), "log": str(where.log)}
         emit_json("agent-run", {"started": pid != before, "agent": agent})
-    else:
-        verb = "started" if pid != before else "already runs"
-        console().print(f"agent {verb}: process {pid}, log {text(where.log)}")
+        return OK
+    verb = "started" if pid != before else "already runs"
+    console().print(f"agent {verb}: process {pid}, log {text(where.log)}")
+    if pid == before and any(flags.values()):
+        console().print("its settings stay as they are: `groupio agent drain` it first")
     return OK
 
 

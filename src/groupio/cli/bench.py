@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from groupio.bench.ratios import Gate, Summary
 
 app = typer.Typer(
-    help="Measure groupio beside its peers and the limits of the machine (needs torch)."
+    help="Measure groupio beside its peers and the limits of the machine (most need torch)."
 )
 
 Ranks = Annotated[int, typer.Option("--ranks", help="Processes that save.")]
@@ -78,6 +78,13 @@ LoadRanks = Annotated[
 StepSeconds = Annotated[
     float, typer.Option("--step-s", help="Seconds of computing in one training step.")
 ]
+
+Members = Annotated[int, typer.Option("--members", help="Client processes.")]
+Agents = Annotated[
+    int | None,
+    typer.Option("--agents", help="Agents, each as of a node (default: members / 8, 2 or more)."),
+]
+Chunks = Annotated[int, typer.Option("--chunks", help="Chunks that each member saves.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -155,6 +162,72 @@ def step(
     return _bench(fields, shape, "dcp_async", store, json_file, None, gate=gate, keep=keep)
 
 
+@app.command("coordination")
+def coordination(
+    members: Members = 64,
+    agents: Agents = None,
+    chunks: Chunks = 2000,
+    epochs: Epochs = 15,
+    store: StoreFolder = Path(),
+    json_file: JsonFile = None,
+    timeout: Timeout = 60.0,
+) -> int:
+    """Measure how long members on several nodes take to agree: real processes, over loopback.
+
+    Two epochs more are saved first, which do not count. --timeout is for each step.
+    """
+    from groupio.bench import coordination as bench
+    from groupio.bench import machine
+
+    members = _in_range("--members", members, 1024, least=2)
+    agents = _in_range("--agents", agents or max(2, members // 8), members, least=2)
+    _check_folders(store, json_file)
+    conditions = machine.conditions(store, " ".join(["groupio", *sys.argv[1:]]))
+    progress = error_console()
+    with progress.status(f"starting {agents} agents and {members} members") as status:
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            result = bench.measure(
+                members=members,
+                agents=agents,
+                chunks=_in_range("--chunks", chunks, 100_000),
+                chunk_bytes=64,
+                epochs=_in_range("--epochs", epochs, 1000),
+                warm_up=2,
+                parent=store.resolve(),
+                timeout_s=timeout,
+                on_epoch=lambda epoch: status.update(f"epoch {epoch} of {epochs + 2}"),
+            )
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if json_file is not None:
+        text_of = json.dumps({**result, "conditions": conditions}, indent=1)
+        json_file.write_text(text_of + "\n", encoding="utf-8")
+    console().print(_coordination_table(result))
+    return OK
+
+
+def _coordination_table(result: dict[str, Any]) -> Table:
+    made = table("step", "median", right=("median",))
+    rows = {
+        "last report begun to last order taken": result["median_ms"],
+        **{f"  {name}": value for name, value in result["stages_ms"].items()},
+        "last member's call to all may copy": result["gather_ms"],
+        "processor time of all agents for the first": result["agents_cpu_ms"],
+    }
+    for name, value in rows.items():
+        made.add_row(name, f"{value:.1f} ms")
+    return made
+
+
+def _check_folders(store: Path, *files: Path | None) -> None:
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"there is no folder for {file}; make it first")
+    if not store.is_dir():
+        raise CommandError(f"{store} is not a directory; --store names one to measure in")
+
+
 def _checked(
     command: str, ranks: int, mb_per_rank: int, epochs: int, timeout: float, settle: float
 ) -> dict[str, Any]:
@@ -170,9 +243,9 @@ def _checked(
     }
 
 
-def _in_range(option: str, value: int, most: int) -> int:
-    if not 1 <= value <= most:
-        raise CommandError(f"{option} is {value}; it must be from 1 to {most}")
+def _in_range(option: str, value: int, most: int, *, least: int = 1) -> int:
+    if not least <= value <= most:
+        raise CommandError(f"{option} is {value}; it must be from {least} to {most}")
     return value
 
 
@@ -195,11 +268,7 @@ def _bench(
     systems, missing = options.choose_systems(peers)
     if fields["command"] == "step":
         systems = ("groupio", "dcp_async")
-    for file in (json_file, html_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise CommandError(f"there is no folder for {file}; make it first")
-    if not store.is_dir():
-        raise CommandError(f"{store} is not a directory; --store names one to measure in")
+    _check_folders(store, json_file, html_file)
     for name in missing:
         module = options.missing_module(name)
         say_error(f"peer not installed: {name} (there is no module {module})")

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from groupio.cli import agent, bench, demo, doctor, export, show, status, verify
+from groupio.cli import agent, bench, controller, demo, doctor, export, show, status, up, verify
 from groupio.cli.output import ANSWER_IS_NO, OK, USAGE_OR_ENVIRONMENT, CommandError, say_error
 from groupio.errors import GroupIOError, IntegrityError
 
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 app.command("demo", context_settings=demo.PASS_THROUGH, add_help_option=False)(demo.demo)
 app.add_typer(agent.app, name="agent")
+app.add_typer(controller.app, name="controller")
+app.command("up")(up.up)
 app.add_typer(bench.app, name="bench")
 app.command("ls")(show.list_epochs)
 app.command("show")(show.show_epoch)

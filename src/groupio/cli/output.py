@@ -85,6 +85,16 @@ def size(count: float | None) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
 
 
+def rate(bytes_per_s: float) -> str:
+    """A bandwidth for people, in powers of 1000 as vendors count: 12.5e9 is "12.5 GB/s"."""
+    amount = float(bytes_per_s)
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if amount < 1000 or unit == "GB/s":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
+
+
 def moment(seconds: float) -> str:
     """Seconds since 1970 as local time."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

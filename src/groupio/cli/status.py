@@ -18,6 +18,7 @@ from groupio.cli.output import (
     console,
     duration,
     emit_json,
+    rate,
     size,
     table,
     text,
@@ -34,7 +35,7 @@ def status(
     ] = False,
     as_json: JsonFlag = False,
 ) -> int:
-    """Show the agent, its memory, and the groups in flight.
+    """Show the agent, its memory, its jobs with their nodes, and the groups in flight.
 
     Exit code 1 when no agent runs. With --watch --json, one JSON object a line.
     """
@@ -94,10 +95,19 @@ def picture(answer: dict[str, Any] | None) -> RenderableType:
     """An answer of the agent, for people."""
     if answer is None:
         return f"no agent runs in {asking.paths().directory}; the first client starts one"
+    jobs = answer["jobs"]
     parts: list[RenderableType] = [_agent(answer["agent"])]
-    if answer["jobs"]:
-        parts += ["", _jobs(answer["jobs"])]
-    groups = [(job, group) for job in answer["jobs"] for group in job["groups"]]
+    if jobs:
+        parts += ["", _jobs(jobs)]
+    for job in jobs:
+        away = job.get("store_away")
+        if away is not None:
+            since = duration(away["for_s"])
+            parts += ["", f"{text(job['store'])} is away for {since}: {text(away['error'])}"]
+    nodes = [(job, node) for job in jobs for node in job.get("nodes", ())]
+    if nodes:
+        parts += ["", _nodes(nodes)]
+    groups = [(job, group) for job in jobs for group in job["groups"]]
     if groups:
         parts += ["", _groups(groups)]
     if answer["clients"]:
@@ -111,40 +121,91 @@ def _agent(agent: dict[str, Any]) -> RenderableType:
     uptime = duration(agent["uptime_s"])
     draining = ", draining" if agent.get("draining") else ""
     rows.add_row("process", f"{agent['pid']}, version {agent['version']}, up {uptime}{draining}")
+    rows.add_row("node", text(agent.get("node", "-")))
     rows.add_row("memory", f"{size(memory['leased'])} leased of {size(memory['budget'])}")
-    rows.add_row("", f"{size(memory['free'])} warm, {size(memory['quarantined'])} quarantined")
+    warm = f"{size(memory['free'])} warm ({size(agent.get('cache_bytes', 0))} of it cache)"
+    rows.add_row("", f"{warm}, {size(memory['quarantined'])} quarantined")
     rows.add_row("log", text(agent["log"]))
     return rows
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:
     rows = table(
-        "job", "store", "incarnation", "lineage", "latest", right=("incarnation", "lineage")
+        *(
+            "job",
+            "store",
+            "controller",
+            "incarnation",
+            "lineage",
+            "latest",
+            "saved",
+            "deduplicated",
+        ),
+        right=("incarnation", "lineage", "latest", "saved", "deduplicated"),
     )
     for job in jobs:
-        last = job["last_committed"]
+        saved = job.get("saved") or {}
         rows.add_row(
             text(job["job"]),
             text(job["store"]),
-            str(job["incarnation"]),
-            str(job["lineage"]),
-            "-" if last is None else str(last),
+            text(_controller(job)),
+            *("-" if job.get(k) is None else str(job[k]) for k in _NUMBERS),
+            size(saved.get("bytes_logical")),
+            size(saved.get("bytes_deduplicated")),
+        )
+    return rows
+
+
+_NUMBERS = ("incarnation", "lineage", "last_committed")
+
+
+def _controller(job: dict[str, Any]) -> str:
+    where = str(job.get("controller", "here"))
+    term = f", term {job['term']}" if job.get("term") else ""
+    return where + term + ("" if job.get("joined", True) else ", not found yet")
+
+
+def _nodes(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> RenderableType:
+    rows = table(
+        *("job", "node", "domain", "uplink", "fabric", "address", ""), right=("uplink", "fabric")
+    )
+    for job, node in nodes:
+        rows.add_row(
+            text(job["job"]),
+            text(node["node"]),
+            text(node["domain"]),
+            rate(node["uplink_bytes_per_s"]),
+            rate(node["fabric_bytes_per_s"]) if node["fabric_ok"] else "off",
+            text(node["address"]),
+            "controller" if node["has_controller"] else "",
         )
     return rows
 
 
 def _groups(groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> RenderableType:
-    rows = table("job", "epoch", "phase", "copied", "waits for ranks", "age", right=("epoch",))
+    rows = table(
+        *("job", "epoch", "phase", "level", "copied", "waits for", "age"), right=("epoch",)
+    )
     for job, group in groups:
         rows.add_row(
             text(job["job"]),
             str(group["epoch"]),
             text(group["phase"]),
+            ", ".join(group.get("levels", ())) or "-",
             f"{count_of(group['copied'])} of {group['world_size']}",
-            ranks(group["missing"]) or "-",
+            _waits_for(group),
             duration(group["age_s"]),
         )
     return rows
+
+
+def _waits_for(group: dict[str, Any]) -> str:
+    parts = []
+    if group["missing"]:
+        parts.append(f"ranks {ranks(group['missing'])}")
+    if group.get("waits_for_nodes"):
+        parts.append("nodes " + ", ".join(text(node) for node in group["waits_for_nodes"]))
+    return "; ".join(parts) or "-"
 
 
 def _clients(clients: list[dict[str, Any]]) -> RenderableType:

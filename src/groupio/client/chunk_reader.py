@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +157,14 @@ def damage(path: str, digest: bytes, count: int, epoch: int) -> IntegrityError:
     )
 
 
+class Segments(Protocol):
+    """Gives open segments by their number."""
+
+    def reader(self, segment: int) -> RandomReader | None:
+        """The open segment; None when it is not there."""
+        ...
+
+
 class OpenSegments:
     """Opens each segment when it is first used and closes it after its last use.
 
@@ -292,7 +300,7 @@ def _work(shared: _Shared) -> None:
             shared.condition.notify_all()
 
 
-def do_job(opened: OpenSegments, job: Job, scratch: bytearray) -> list[Piece]:
+def do_job(opened: Segments, job: Job, scratch: bytearray) -> list[Piece]:
     """Read and verify the pieces of a job; returns those that are damaged."""
     pieces = job.pieces
     reader = opened.reader(job.segment)

@@ -3,21 +3,23 @@ them: connecting to a running agent takes milliseconds."""
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from groupio.client import arguments, launch
+from groupio.client import arguments, launch, living
 from groupio.client.address import recorded_job, store_address
 from groupio.client.again import Again
 from groupio.client.connection import Connection
+from groupio.client.foreground import Intervals, check_share
 from groupio.client.handle import SaveHandle, as_level, unreachable
+from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
     AgentLost,
     GroupIOError,
@@ -86,18 +88,15 @@ def unconnected(
     chosen = Settings.from_env() if settings is None else settings
     if not isinstance(chosen, Settings):
         raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
-    if controller not in (None, "local"):
-        raise InvalidInput(
-            f"controller={controller!r}: this release groups the ranks of one node, whose agent "
-            'has the controller; leave it out or give "local"'
-        )
     path = store_address(store)
     if job is not None and (not isinstance(job, str) or not 0 < len(job) <= 1000):
         raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
     place = launch.find_place(rank, world_size, os.environ)
     rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
     name = job or recorded_job(path) or os.path.basename(path) or "root"
-    return Client(path, name, place, rewind, chosen)
+    said = controller if controller is not None else chosen.controller
+    where = find_controller(said, os.environ)
+    return Client(path, name, place, rewind, chosen, where)
 
 
 class Client:
@@ -108,7 +107,13 @@ class Client:
     """
 
     def __init__(
-        self, path: str, job: str, place: tuple[int, int], rewind_to: int | None, settings: Settings
+        self,
+        path: str,
+        job: str,
+        place: tuple[int, int],
+        rewind_to: int | None,
+        settings: Settings,
+        where: Where,
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
@@ -120,6 +125,7 @@ class Client:
         """Epochs that the last ``load(fallback=True)`` passed over, newest first, and why."""
         self.damaged_epochs: list[tuple[str, str]] = []
         """Records that the last ``epochs()`` could not read: their names, and why."""
+        self._where = where
         self._rewind_to = rewind_to
         self._launch_id = launch.launch_id(os.environ)
         self._pid = os.getpid()
@@ -129,7 +135,8 @@ class Client:
         self._connecting = threading.Lock()
         self._connections: list[Connection] = []
         self._packer: Packer | None = None
-        _open_clients[id(self)] = self
+        self._intervals = Intervals(lambda: self._connections)
+        living.add(self)
 
     def __repr__(self) -> str:
         who = f"rank {self.rank} of {self.world_size}, job {self.job!r}"
@@ -226,7 +233,8 @@ class Client:
                 door=door,
             )
 
-        handle = SaveHandle(step, called_at, self.settings.replicas)
+        one_node = self._where.kind is Kind.LOCAL
+        handle = SaveHandle(step, called_at, self.settings.replicas, one_node=one_node)
         if door:
             handle._expect_door()
         packer = self._get_packer()
@@ -235,7 +243,7 @@ class Client:
         except InvalidInput as error:
             self._withdraw(opening(packer.pack({}, ())), error)
             raise
-        if level is Level.REPLICATED and self.settings.replicas > 1:
+        if level is Level.REPLICATED and self.settings.replicas > 1 and one_node:
             handle._fail(unreachable(step, self.settings.replicas))
             return handle
         self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
@@ -327,14 +335,14 @@ class Client:
         from groupio.client.store_reader import StoreReader
 
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
-        threads = self.settings.read_threads
         with StoreReader.open(self.store) as reader:
             return load_items(
                 reader,
                 request,
-                threads=threads,
+                threads=self.settings.read_threads,
                 skipped=self.skipped_epochs if fallback else None,
                 on_damage=self._report_damage,
+                client=self,
             )
 
     def _settle(self, deadline: float) -> None:
@@ -395,6 +403,17 @@ class Client:
             self.damaged_epochs = reader.damaged
             return listed
 
+    def foreground(self, share: float | None = None) -> AbstractContextManager[None]:
+        """Within it storage traffic of this node keeps to ``share`` of its speed; 0 pauses it.
+
+        For moments in which the job itself communicates. ``share`` defaults to
+        ``settings.foreground_share``. Intervals may nest; of all ranks of the node the lowest
+        share counts. A rank's end ends its intervals. After 10 s without a gap storage goes on at
+        full speed until there is one. InvalidInput for a wrong share.
+        """
+        chosen = self.settings.foreground_share if share is None else check_share(share)
+        return self._intervals.interval(chosen)
+
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -425,7 +444,7 @@ class Client:
                 )
             )
         self._connections = []
-        _open_clients.pop(id(self), None)
+        living.remove(self)
 
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
@@ -458,6 +477,9 @@ class Client:
             launch_id=self._launch_id,
             file_mode=self.settings.file_mode,
             replicas=self.settings.replicas,
+            controller=self._where.address or str(self._where.kind),
+            said=self._where.is_said,
+            hosts=self._where.is_here,
             gave_up=self._again.epochs,
         )
 
@@ -476,21 +498,3 @@ class Client:
         self._connecting = threading.Lock()
         for connection in self._connections:
             connection.abandon_in_child()
-
-
-_open_clients: dict[int, Client] = {}
-"""Clients that were not closed: the interpreter's exit closes them."""
-
-
-def _for_each_client(call: Callable[[Client], None]) -> None:
-    for client in list(_open_clients.values()):
-        call(client)
-
-
-def _after_fork_in_child() -> None:
-    _for_each_client(Client._abandon_in_child)
-    _open_clients.clear()
-
-
-atexit.register(_for_each_client, Client.close)
-os.register_at_fork(after_in_child=_after_fork_in_child)

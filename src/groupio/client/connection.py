@@ -32,6 +32,9 @@ _LISTEN_S = 3600.0
 
 _RETRY_S = 0.01
 
+_News = tuple[Any, tuple[int, ...]] | None
+"""A message about a read, and the descriptors that came with it."""
+
 _SEND_S = 60.0
 """A message that the agent does not take for so long means that it hangs."""
 
@@ -51,6 +54,7 @@ class Connection:
         self._lock = threading.Lock()
         self._saves: dict[int, Save] = {}
         self._settles: dict[int, queue.SimpleQueue[GroupIOError | None]] = {}
+        self._reads: dict[int, queue.SimpleQueue[_News]] = {}
         self._arena: ClientArena | None = None
         self._lost: AgentLost | None = None
         self._is_draining = False
@@ -147,6 +151,23 @@ class Connection:
             raise error
         return error
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the agent can still be heard."""
+        return self._lost is None
+
+    def listen_for(self, request_id: int, news: queue.SimpleQueue[_News]) -> None:
+        """Bring what the agent says of a read to ``news``; AgentLost when there is no agent."""
+        with self._lock:
+            if self._lost is not None:
+                raise _again(self._lost)
+            self._reads[request_id] = news
+
+    def listen_no_more(self, request_id: int) -> None:
+        """The read is over."""
+        with self._lock:
+            self._reads.pop(request_id, None)
+
     def close(self, error: GroupIOError) -> None:
         """Say goodbye; saves that are still open get ``error``."""
         try:
@@ -195,6 +216,10 @@ class Connection:
                 self._on_grant(grant)
             case msg.Reached() as reached:
                 self._on_reached(reached)
+            case msg.Unreachable(save_id=save_id, error=error):
+                save = self._saves.get(save_id)
+                if save is not None:
+                    save.handle._rule_out(from_wire(error))
             case msg.Failed(save_id=save_id, error=error):
                 self._on_failed(save_id, error)
             case msg.DoorDone(save_id=save_id, error=error):
@@ -208,6 +233,8 @@ class Connection:
                     waiting.put(None if error is None else from_wire(error))
             case msg.Standby() as standby:
                 self._on_standby(standby)
+            case msg.ReadArena() | msg.Pieces() | msg.ReadDamaged() | msg.ReadRefused():
+                self._on_read(received)
             case _:
                 log.debug("ignored a %s of the agent", type(received.message).__name__)
 
@@ -257,6 +284,15 @@ class Connection:
             self.send(msg.Released(save_id))
         else:
             save.failed(error)
+
+    def _on_read(self, received: wire.Received) -> None:
+        with self._lock:
+            news = self._reads.get(received.message.request_id)
+            if news is not None:
+                news.put((received.message, received.fds))
+                return
+        for fd in received.fds:
+            os.close(fd)
 
     def _on_standby(self, standby: msg.Standby) -> None:
         if self._arena is None:

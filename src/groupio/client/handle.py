@@ -44,11 +44,17 @@ class SaveHandle:
     from any thread. A handle belongs to the process that saved.
     """
 
-    def __init__(self, epoch: int, called_at: float, replicas: int = 1) -> None:
+    def __init__(
+        self, epoch: int, called_at: float, replicas: int = 1, *, one_node: bool = True
+    ) -> None:
         """Made by ``Client.save``; ``called_at`` is a reading of ``time.monotonic``."""
         self._epoch = epoch
         self._called_at = called_at
         self._replicas = replicas
+        self._cannot: GroupIOError | None = None
+        """Why REPLICATED will not be reached, once that is known."""
+        if one_node and replicas > 1:
+            self._cannot = unreachable(epoch, replicas)
         self._pid = os.getpid()
         self._condition = threading.Condition()
         self._reached: dict[Level, float] = {}
@@ -130,10 +136,10 @@ class SaveHandle:
         """Wait until the save reached ``level``, and say when each level was reached.
 
         Raises the typed error of a failed save (StagingFull for a skipped one), WaitTimeout after
-        ``timeout_s`` seconds (the save goes on), LevelUnreachable at once for "replicated" when
-        one node cannot keep as many replicas as the settings ask for. Without ``timeout_s`` it
-        waits as long as the agent lives. A save that asked for a door waits for that too once it
-        is DURABLE, at most DOOR_WAIT_S; without a door the notes say why.
+        ``timeout_s`` seconds (the save goes on), LevelUnreachable for "replicated" as soon as it
+        is known that there are fewer failure domains than the settings ask for. Without
+        ``timeout_s`` it waits as long as the agent lives. A save that asked for a door waits for
+        that too once it is DURABLE, at most DOOR_WAIT_S; without a door the notes say why.
         """
         wanted = as_level(level)
         if timeout_s is not None and not timeout_s >= 0:
@@ -206,7 +212,9 @@ class SaveHandle:
             return level
         if self._replicas == 1:
             return Level.STAGED
-        raise unreachable(self._epoch, self._replicas)
+        if self._cannot is not None:
+            raise self._cannot.with_traceback(None)
+        return level
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -249,7 +257,8 @@ class SaveHandle:
             self._call(fn)
 
     def _amounts_to(self, level: Level) -> bool:
-        return self._has(Level.STAGED if level is Level.REPLICATED else level)
+        one = level is Level.REPLICATED and self._replicas == 1
+        return self._has(Level.STAGED if one else level)
 
     def _fail(self, error: GroupIOError) -> None:
         """The save failed; the first error stays, a later one can only settle its outcome."""
@@ -263,6 +272,16 @@ class SaveHandle:
             self._error = error
             due = [fn for _, fn in self._callbacks]
             self._callbacks = []
+            self._condition.notify_all()
+        for fn in due:
+            self._call(fn)
+
+    def _rule_out(self, error: GroupIOError) -> None:
+        """REPLICATED will not be reached; the save itself goes on."""
+        with self._condition:
+            self._cannot = error
+            due = [fn for wanted, fn in self._callbacks if wanted is Level.REPLICATED]
+            self._callbacks = [c for c in self._callbacks if c[0] is not Level.REPLICATED]
             self._condition.notify_all()
         for fn in due:
             self._call(fn)

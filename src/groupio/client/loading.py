@@ -6,10 +6,15 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from groupio.client.agent_read import through_agent
+from groupio.client.chunk_reader import read_chunks
 from groupio.client.store_reader import StoreReader
 from groupio.errors import FormatError, GroupIOError, IntegrityError, StorageError
+
+if TYPE_CHECKING:
+    from groupio.client.client import Client
 
 log = logging.getLogger("groupio.client")
 
@@ -33,12 +38,15 @@ def load_items(
     threads: int | None,
     skipped: list[tuple[int, str]] | None,
     on_damage: Callable[[Sequence[bytes]], None],
+    client: Client,
 ) -> dict[str, Any]:
     """The items of one member; see :meth:`groupio.client.client.Client.load`.
 
     With a list ``skipped`` a damaged epoch is noted there and the next older one is tried; when
     none is intact, the error of the first stands for all. Without, damage raises at once.
+    Where ``client`` has an agent that brings chunks, they come through it.
     """
+    through = through_agent(client)
     names = request.names
     names = names if names is None or isinstance(names, str) else list(names)
     first_error: GroupIOError | None = None
@@ -55,6 +63,7 @@ def load_items(
                     deadline=request.deadline,
                     threads=threads,
                     on_damage=on_damage,
+                    fetch=read_chunks if through is None else through.fetch_of(manifest),
                 )
         except (IntegrityError, FormatError, StorageError) as error:
             # A device that cannot read some sectors is damage; a store that is away is not.

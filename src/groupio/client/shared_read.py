@@ -143,7 +143,9 @@ class GroupedRead:
         rows = wants.all_rows()
         mask = np.zeros(len(source.table), np.bool_)
         mask[rows] = True
-        join = Join(talk.round, talk.link.me, _identity(source.table), np.packbits(mask).tobytes())
+        join = Join(
+            talk.round, talk.link.me, identity_of(source.table), np.packbits(mask).tobytes()
+        )
         begin, sharing, fd = _agree(talk, join, source.table)
         try:
             if begin.note:
@@ -192,7 +194,7 @@ class GroupedRead:
                 path=source.backend.path,
                 errno=errno.ETIMEDOUT,
             )
-        return _digests(source.table, damaged)
+        return in_file_order(source.table, damaged)
 
     def _read_alone(
         self, source: Source, wants: Wants, deadline: float, threads: int, epoch: int
@@ -278,7 +280,8 @@ def _plan(rows: Sequence[bytes], table: ChunkTable) -> Sharing:
     return share_reading(wanted, table, SLOT_BYTES)
 
 
-def _identity(table: ChunkTable) -> bytes:
+def identity_of(table: ChunkTable) -> bytes:
+    """The same for equal tables only."""
     hasher = blake3()
     columns: tuple[npt.NDArray[np.generic], ...] = (table.lengths, table.segments, table.offsets)
     for column in (*columns, table.digests):
@@ -286,7 +289,7 @@ def _identity(table: ChunkTable) -> bytes:
     return hasher.digest()
 
 
-def _digests(table: ChunkTable, damaged: Sequence[int]) -> list[bytes]:
+def in_file_order(table: ChunkTable, damaged: Sequence[int]) -> list[bytes]:
     """The digests of these rows, in the order of the files."""
     rows = np.array(damaged, np.int64)
     rows = rows[np.lexsort((table.offsets[rows], table.segments[rows]))]

@@ -86,7 +86,7 @@ class Work:
         self._free = list(range(places.first[me], places.first[me] + places.counts[me]))
         self._slots: dict[int, int] = {}  # of own batches
         self._mine = sharing.shares[me]
-        self._targets = _Targets(wants)
+        self._targets = Targets(wants)
         self._lock = threading.Condition()
         self._next_batch = 0
         self._in_slots: dict[int, int] = {}  # of own batches: who has not copied it yet
@@ -94,7 +94,7 @@ class Work:
         self._expected = [int(share.wanters[me].sum()) for share in sharing.shares]
         self._expected[me] = 0
         with collection_paused():
-            self._alone = deque(jobs_of(source.table, _alone(wants, sharing)))
+            self._alone = deque(jobs_of(source.table, alone(wants, sharing)))
         uses = [job.segment for job in self._alone]
         for batch in range(self._mine.batches):
             uses += self._segments_of(batch)
@@ -293,7 +293,7 @@ class Work:
         return found
 
 
-class _Targets:
+class Targets:
     """Where this rank wants the chunks that it gets out of slots."""
 
     def __init__(self, wants: Wants) -> None:
@@ -322,7 +322,7 @@ class _Targets:
         return targets, self._copies.get(row, ())
 
 
-def _alone(wants: Wants, sharing: Sharing) -> Wants:
+def alone(wants: Wants, sharing: Sharing) -> Wants:
     """What is wanted and comes to no slot."""
     mask = ~sharing.shared[wants.rows]
     copies = [(row, copy) for row, copy in wants.copies if not sharing.shared[row]]

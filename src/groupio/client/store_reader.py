@@ -242,6 +242,7 @@ class StoreReader:
         deadline: float | None = None,
         threads: int | None = None,
         on_damage: Callable[[Sequence[bytes]], None] | None = None,
+        fetch: Fetch = read_chunks,
     ) -> dict[str, Any]:
         """The items of member ``rank``, every chunk verified before use, in the saved order.
 
@@ -249,7 +250,8 @@ class StoreReader:
         dtype to be filled in place. ``deadline`` is a reading of ``time.monotonic``. ``on_damage``
         gets the digests of all damaged chunks met, before IntegrityError names the first. After
         an error the buffers have undefined content. NotFound for a member or name that there is
-        not, InvalidInput for a buffer that does not fit (nothing has been read then).
+        not, InvalidInput for a buffer that does not fit (nothing has been read then). ``fetch``
+        is as in :meth:`read_wants`.
         """
         member = manifest.member(rank)
         chosen = _choose(manifest, member, names, into)
@@ -258,7 +260,9 @@ class StoreReader:
         made = destinations(specs, into)
         views = [destination.view for destination in made.values()]
         wants = _wants(layout, member, chosen, views)
-        self.read_wants(manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage)
+        self.read_wants(
+            manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage, fetch=fetch
+        )
         return {name: destination.finish() for name, destination in made.items()}
 
     def read_wants(
@@ -274,8 +278,9 @@ class StoreReader:
         """Bring all chunks that are wanted to their places, each verified before use.
 
         ``deadline``, ``threads`` and ``on_damage`` are as in :meth:`read_items`. ``fetch`` does
-        the work in one call: :func:`groupio.client.chunk_reader.read_chunks`, or one that shares
-        it among the ranks of a node, which all have to call it, also for nothing. After an error
+        the work in one call: :func:`groupio.client.chunk_reader.read_chunks`, one that asks the
+        node's agent, or one that shares it among the ranks of a node, which all have to call it,
+        also for nothing. After an error
         the places have undefined content.
         """
         bad = fetch(

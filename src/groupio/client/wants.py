@@ -101,6 +101,16 @@ class _Copy:
         self.shape = shape
         self.part = part
 
+    def span(self) -> tuple[int, int]:
+        """The bytes of the chunk that it looks at, from and to; equal when there are none."""
+        stride = self.target.dtype.itemsize
+        low, high = 0, stride if self.target.size else 0
+        for size, part in zip(reversed(self.shape), reversed(self.part), strict=True):
+            low += part.start * stride
+            high += (part.stop - 1) * stride
+            stride *= size
+        return (low, high) if self.target.size else (0, 0)
+
     def __call__(self, chunk: memoryview) -> None:
         elements: np.ndarray[Any, Any] = np.ndarray(self.shape, self.target.dtype, buffer=chunk)
         self.target[...] = elements[self.part]

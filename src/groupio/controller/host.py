@@ -127,7 +127,9 @@ class Host:
     def _join(self, line: Line, event: ev.NodeJoined) -> None:
         # In one step with the event: no order goes to a node before the machine knows it anew.
         older = self.lines.by_node.get(event.node)
-        if older is None or older.hello.life == event.life:
+        self.lines.by_life[event.life] = line
+        free = event.node != self.lines.own
+        if free and (older is None or older.hello.life == event.life):
             self.lines.by_node[event.node] = line
             if older is not None and older is not line:
                 older.peer.close()
@@ -138,6 +140,8 @@ class Host:
 
     def lose_line(self, line: Line, why: str) -> None:
         """The line to an agent ended."""
+        if self.lines.by_life.get(line.hello.life) is line:
+            del self.lines.by_life[line.hello.life]
         if self.lines.by_node.get(line.node) is line:
             del self.lines.by_node[line.node]
             self.tell(ev.NodeLost(line.node, line.hello.life, why))
@@ -191,15 +195,16 @@ class Host:
 
     def _send(self, effect: fx.Effect) -> None:
         """Pass on an order or news; what concerns a node that is gone concerns nobody."""
+        if isinstance(effect, fx.RefuseNode):
+            refused = self.lines.by_life.get(effect.life)
+            if refused is not None:
+                refused.send(cm.NodeRefused(to_wire(effect.error)))
+            return
         if not self.term or self.lines.target(effect) == self.lines.own:
             self.around.order(self, effect)
             return
         line = self.lines.by_node.get(self.lines.target(effect))
-        if line is None:
-            return
-        if isinstance(effect, fx.RefuseNode):
-            line.send(cm.NodeRefused(to_wire(effect.error)))
-        else:
+        if line is not None:
             line.send(effect)
 
     def _timer(self, effect: fx.StartTimer | fx.StopTimer) -> None:

@@ -45,6 +45,8 @@ class Lines:
 
     own: str
     by_node: dict[str, Line] = field(default_factory=dict)
+    by_life: dict[str, Line] = field(default_factory=dict)
+    """Also of agents that are refused because another one has their node's name."""
     clients: dict[str, str] = field(default_factory=dict)
     """The node of each client that was heard of."""
 

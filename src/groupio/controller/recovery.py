@@ -86,7 +86,9 @@ def recover(
             if found is None and not fence and (inflight is None or inflight.host != writer.host):
                 raise _left_alone(backend, key, inflight)
             if found is None:
-                _abort(backend, key, inflight)
+                if not _abort(backend, key, inflight):
+                    # Another controller decided it meanwhile: what stands there counts.
+                    return recover(backend, writer, job, held, fence=fence, resume=resume)
                 aborted.append(key)
             else:
                 committed.append(found)
@@ -267,7 +269,8 @@ def _complete(backend: PosixBackend, key: DecisionKey) -> ev.CommittedEpoch | No
     return ev.CommittedEpoch(key, header.incarnation, header.content_id)
 
 
-def _abort(backend: PosixBackend, key: DecisionKey, record: InflightRecord | None) -> None:
+def _abort(backend: PosixBackend, key: DecisionKey, record: InflightRecord | None) -> bool:
+    """Decide abort; False when a decision stands there already."""
     abort = AbortRecord(
         key=key,
         incarnation=record.incarnation if record is not None else 0,
@@ -277,7 +280,7 @@ def _abort(backend: PosixBackend, key: DecisionKey, record: InflightRecord | Non
         at=time.time(),
     )
     try:
-        backend.put_if_absent("epochs", str(key), encode_abort(abort))
+        return backend.put_if_absent("epochs", str(key), encode_abort(abort))
     except GroupIOError as error:
         log.error("the abort of %s could not be decided: %s", key, error)
         raise

@@ -106,6 +106,42 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str) ->
     return sock
 
 
+class Handshakes:
+    """Tells whether the other end of a connecting socket refuses its key."""
+
+    REFUSALS = 2
+    """One may be the end of the process at the other end."""
+
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        """Watch ``sock``; before it connects."""
+        self._sock = sock
+        kinds = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._events: Any = sock.get_monitor_socket(kinds)
+        self._failures = 0
+
+    @property
+    def failed(self) -> bool:
+        """It refused every time, and more than once."""
+        if not self._events.closed:
+            self._read()
+        return self._failures >= self.REFUSALS
+
+    def _read(self) -> None:
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._failures += 1
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failures = 0
+
+    def close(self) -> None:
+        """Stop watching; before the socket is closed. ``failed`` stays as it is."""
+        if not self._events.closed:
+            self._read()
+            self._sock.disable_monitor()
+            self._events.close(linger=0)
+
+
 class LoopSocket:
     """A socket that hands every message to ``on_parts`` in the loop."""
 

@@ -20,6 +20,7 @@ import zmq
 from groupio.controller.keys import Keys
 from groupio.controller.sockets import (
     Gate,
+    Handshakes,
     LoopSocket,
     Monitor,
     Parts,
@@ -286,6 +287,7 @@ class ControlClient:
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
+        self._handshakes: Handshakes | None = None
         self._opening: Frame | None = None
         link = Link(
             end_of(life, next(_numbers)), loop.time(), hello=hello, config=config or LinkConfig()
@@ -314,6 +316,11 @@ class ControlClient:
     def address(self) -> str:
         """What it connects to, as it was given."""
         return self.peer.address
+
+    @property
+    def locked_out(self) -> bool:
+        """Somebody is there, and does not take this process's keys; also after the end."""
+        return self._handshakes is not None and self._handshakes.failed
 
     def send(self, payload: bytes) -> None:
         """As :meth:`Peer.send`; before the connection stands, the message waits for it."""
@@ -345,6 +352,7 @@ class ControlClient:
         sock = new_socket(self._context, zmq.DEALER, host)
         if self._keys is not None:
             show_client_key(sock, self._keys)
+            self._handshakes = Handshakes(sock)
         sock.connect(join_address(host, port))
         self._socket = LoopSocket(self._loop, sock, self._came)
         if self._opening is not None:
@@ -375,6 +383,8 @@ class ControlClient:
     def _release(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
+        if self._handshakes is not None:
+            self._handshakes.close()
         if self._socket is not None:
             self._socket.close()
         _end_context(self._context)

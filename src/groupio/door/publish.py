@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -32,6 +33,9 @@ RECORD = "groupio.json"
 """The file of a door that says whose it is."""
 
 SCHEMA = "groupio/door/1"
+
+AWAIT_POLL_S = 0.1
+"""How often it is looked whether another node has made a door."""
 
 DCP = "dcp"
 """What the header of an epoch says that was saved with this door."""
@@ -138,6 +142,22 @@ def ensure_door(
         if epoch is None:
             return None
         raise
+
+
+def await_door(store: str, epoch: int, timeout_s: float) -> bool:
+    """Wait until somebody else published the door of ``epoch``; False when it is not there in time.
+
+    NotFound when the epoch is not committed, StorageError when the store cannot be read.
+    """
+    deadline = time.monotonic() + timeout_s
+    with StoreReader.open(store) as reader:
+        header = reader.resolve(epoch).header
+        with reader.backend.doors() as doors:
+            while not has_door(doors, header):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(AWAIT_POLL_S)
+    return True
 
 
 def has_door(doors: Doors, header: EpochHeader) -> bool:

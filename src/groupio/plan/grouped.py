@@ -113,7 +113,9 @@ def plan_group(
         # Behind the last unit stands the answer for chunks that have none.
         sources, writers = (np.append(one, np.int32(-1))[unit] for one in (sources, writers))
     transfers = Transfers(merged, holding, placed, sources, writers)
-    orders, loads = give_orders(transfers, links, record_keepers(links, max(replicas, 1)))
+    # One copy of the record would outlive no node that the one copy of the bytes does not.
+    keepers = record_keepers(links, replicas) if replicas > 1 else ()
+    orders, loads = give_orders(transfers, links, keepers)
     short = int(merged.lengths[placed.short].sum())
     return GroupPlan(
         orders=orders,

@@ -36,6 +36,7 @@ class Loads:
         np.add.at(self.bytes[2], rows.writers[moved], nbytes[moved])
 
     def add(self, source: int, writer: int, nbytes: int) -> None:
+        """Let ``writer`` write so many bytes that ``source`` has."""
         self.bytes[0, writer] += nbytes
         if source != writer:
             self.bytes[1, source] += nbytes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from groupio.model import ItemSpec, MemberTable, NodeReport
 from groupio.plan.grouped import GroupPlan
-from groupio.plan.layout import lay_out
+from groupio.plan.layout import Layout, lay_out
 from groupio.plan.merge import Merged, find_rows, merge
 from groupio.plan.orders import Fetch, Labels
 
@@ -24,6 +24,8 @@ class _Owners(NamedTuple):
     """Where each unique chunk first occurs: the member (-1: in none), and its chunk there."""
 
     members: tuple[MemberTable, ...]
+    layouts: dict[bytes, Layout]
+    """By the id of the members' item tables, as far as they were needed."""
     member: npt.NDArray[np.int64]
     chunk: npt.NDArray[np.int64]
 
@@ -38,9 +40,15 @@ def label_moves(plan: GroupPlan, reports: Sequence[NodeReport]) -> GroupPlan:
         return plan
     merged = merge(reports)
     owners = _find_owners(reports, merged)
+    fetches = [(node, part) for node, order in plan.orders.items() for part in order.fetch]
+    # All at once: each look-up sorts all chunks of the group.
+    rows = find_rows(merged, np.concatenate([part.digests for _, part in fetches]))
+    borders = np.cumsum([len(part.lengths) for _, part in fetches])[:-1]
+    labelled: dict[str, list[Fetch]] = {node: [] for node in plan.orders}
+    for (node, part), mine in zip(fetches, np.split(rows, borders), strict=True):
+        labelled[node].append(_label(part, mine, owners) if part.write.any() else part)
     orders = {
-        node: replace(order, fetch=tuple(_label(part, merged, owners) for part in order.fetch))
-        for node, order in plan.orders.items()
+        node: replace(order, fetch=tuple(labelled[node])) for node, order in plan.orders.items()
     }
     return replace(plan, orders=orders)
 
@@ -57,16 +65,20 @@ def _find_owners(reports: Sequence[NodeReport], merged: Merged) -> _Owners:
         # Of equal chunks the first one counts: later assignments win, so the last comes first.
         member[rows[::-1]] = number
         chunk[rows[::-1]] = np.arange(len(rows))[::-1]
-    return _Owners(members, member, chunk)
+    return _Owners(members, {}, member, chunk)
 
 
-def _label(part: Fetch, merged: Merged, owners: _Owners) -> Fetch:
-    rows = find_rows(merged, part.digests)
+def _label(part: Fetch, rows: npt.NDArray[np.int64], owners: _Owners) -> Fetch:
+    """``part`` with labels; ``rows`` int64[n] are its chunks among those of the group."""
     items: list[ItemSpec] = []
     owner, number = np.full(len(rows), -1, np.int64), np.zeros(len(rows), np.int64)
     for which in np.unique(owners.member[rows]).tolist():
+        if which < 0:
+            continue  # chunks of no member are no tensors
         table = owners.members[which]
-        layout = lay_out(table.items)
+        layout = owners.layouts.get(table.items_id)
+        if layout is None:
+            layout = owners.layouts[table.items_id] = lay_out(table.items)
         mine = np.flatnonzero(owners.member[rows] == which)
         chunks = owners.chunk[rows[mine]]
         used, place = np.unique(layout.chunk_item[chunks], return_inverse=True)

@@ -25,7 +25,8 @@ OTHERS_MAX = 8
 class Labels:
     """Of which tensors chunks are: chunk ``numbers[i]`` (int64[n]) of ``items[owners[i]]``.
 
-    ``owners`` int64[n]. Whoever writes chunks of others needs it where segments have frames.
+    ``owners`` int64[n], -1 for chunks that no member refers to. Whoever writes chunks of others
+    needs it where segments have frames.
     """
 
     items: tuple[ItemSpec, ...]

@@ -32,9 +32,11 @@ class Rows(NamedTuple):
     counts: Ints
 
     def picked(self, rows: npt.NDArray[np.bool_] | Ints) -> Rows:
+        """Some of the rows."""
         return Rows(*(column[rows] for column in self))
 
     def written_by(self, writer: int) -> Rows:
+        """The same rows, all written by this node."""
         return self._replace(writers=np.full(len(self.classes), writer, np.int64))
 
 

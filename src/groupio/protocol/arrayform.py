@@ -23,6 +23,7 @@ _NDIM_MAX = 2
 _INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _DTYPES = {np.dtype(name).str: np.dtype(name) for name in (*_INTS, "bool", "float32", "float64")}
 _WIDE = {np.dtype(name) for name in ("int32", "int64")}
+_SMALL = tuple(np.dtype(name) for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32"))
 _HEAD = struct.Struct("<4sB")
 _RUN = struct.Struct("<4sQqq")
 _NARROW = struct.Struct("<4s4s")
@@ -102,8 +103,9 @@ def _shortened(array: npt.NDArray[Any]) -> msgspec.msgpack.Ext | None:
     straight = first + step * (len(array) - 1) == int(array[-1]) and -_FAR < low <= high < _FAR
     if straight and bool((np.diff(array) == step).all()):
         return msgspec.msgpack.Ext(RUN, _RUN.pack(word, len(array), first, step))
-    small = np.result_type(np.min_scalar_type(low), np.min_scalar_type(high))
-    if small.kind not in "iu" or small.itemsize >= array.itemsize:
+    fits = (t for t in _SMALL if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    small = next(fits, array.dtype)
+    if small.itemsize == array.itemsize:
         return None
     head = _NARROW.pack(word, small.str.encode())
     return msgspec.msgpack.Ext(NARROW, head + array.astype(small).tobytes())

@@ -177,6 +177,8 @@ class Presence:
 
         A process that ended before any of them connected may be of an earlier life of the job.
         """
+        if not any(p.lost or p.arrived.gave_up for p in self._persons.values()):
+            return {}  # nobody went away: the usual case, asked for at each member's call
         wanted: dict[int, list[_Person]] = {rank: [] for rank in group.missing}
         for person in self._persons.values():
             if person.arrived.rank in wanted and life.includes(person.arrived):

@@ -18,7 +18,8 @@ no.   name               function
 11    bounded            :func:`check_bounded`
 ====  =================  ==========================================================
 
-The other numbers of the design's list need more than one node or a running garbage collector.
+The other numbers of the design's list, and what levels promise on several nodes, are in
+:mod:`groupio.testing.node_invariants`: 2, 4, 9, 12 and 13.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from groupio.torch.clients import close
 from groupio.torch.dcp import GroupSavePlanner, GroupStorageReader, GroupStorageWriter
+from groupio.torch.foreground import foreground, foreground_hook
 from groupio.torch.loading import load
 from groupio.torch.pinned import install as _install_device_copies
 from groupio.torch.report import LoadReport, SkippedEpoch
@@ -30,6 +31,8 @@ __all__ = [
     "LoadReport",
     "SkippedEpoch",
     "close",
+    "foreground",
+    "foreground_hook",
     "load",
     "save",
 ]

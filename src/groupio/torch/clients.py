@@ -8,8 +8,11 @@ from typing import Any
 
 import groupio
 from groupio.client.address import refuse_checkpoint
+from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
+from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput
+from groupio.settings import Settings
 from groupio.torch.members import Members
 
 _lock = threading.Lock()
@@ -36,6 +39,19 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
             client = connect(where, rank=members.rank, world_size=members.world_size)
             _clients[key] = client
         return client
+
+
+def agent_read(store: Any, members: Members) -> AgentRead | None:
+    """The way of reading through the node's agent, where the job spans nodes; else None."""
+    if find_controller(Settings.from_env().controller, os.environ).kind is Kind.LOCAL:
+        return None
+    return through_agent(client_for(store, members, connected=False))
+
+
+def open_clients() -> list[groupio.Client]:
+    """The clients of this process."""
+    with _lock:
+        return [client for key, client in _clients.items() if key[3] == os.getpid()]
 
 
 def _text(store: Any) -> str:

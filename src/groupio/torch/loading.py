@@ -12,11 +12,13 @@ from typing import Any, Self
 import torch.distributed as dist
 
 import groupio
+from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import expect_save
 from groupio.client.arguments import check_epoch
+from groupio.client.chunk_reader import read_chunks
 from groupio.client.collection import collection_paused
 from groupio.client.shared_read import GroupedRead
-from groupio.client.store_reader import StoreReader
+from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import (
     FormatError,
@@ -32,6 +34,7 @@ from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, make_container
 from groupio.model import DecisionKey
 from groupio.torch.clients import client_for
+from groupio.torch.collective_read import CollectiveRead
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
@@ -85,9 +88,13 @@ def load(
     ``set_state_dict``.
     """
     members = find_members(process_group)
-    council = Council(members, "load", AGREE_S)
+    council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
+
+    def collective() -> CollectiveRead:
+        return CollectiveRead(exchange, process_group)
+
     with collection_paused():
-        return _load(state_dict, store, step, council, strict=strict, fallback=fallback)
+        return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
 
 
 def _load(
@@ -95,21 +102,27 @@ def _load(
     store: str | os.PathLike[str],
     step: int | str,
     council: Council,
+    collective: Callable[[], CollectiveRead],
     *,
     strict: bool,
     fallback: bool,
 ) -> LoadReport:
     members = council.members
+    by_group = False
     job: _Load | GroupIOError
     try:
         client = client_for(store, members, connected=False)
         job = _Load(state_dict, client, members, strict)
         asked: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
+        by_group = client.settings.fabric == "torch" and not council.alone
+        if by_group:
+            job.read_by(collective())
+            asked["fabric"] = "torch"
     except GroupIOError as error:
         job = asked = error
     chooser = _Chooser(job, fallback)
     open_job = job if isinstance(job, _Load) else nullcontext()
-    with Host(council.alone) as host, open_job:
+    with Host(council.alone or by_group) as host, open_job:
         mine = {"asked": asked, "where": host.where()} if isinstance(job, _Load) else job
         try:
             choice = council.decide(mine, chooser.first)
@@ -125,6 +138,7 @@ def _load(
             ready = job.opinion(job.check, choice)
             if not isinstance(ready, GroupIOError):
                 ready["linked"] = host.linked()
+                ready["agent"] = not by_group and through_agent(client) is not None
             choice = council.decide(ready, chooser.checked)
             job.join(host, choice["linked"])
             if choice["again"]:
@@ -157,7 +171,8 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
-        self._grouped: GroupedRead | None = None
+        self._grouped: GroupedRead | CollectiveRead | None = None
+        self._through: AgentRead | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -178,6 +193,10 @@ class _Load:
         if self._reader is None:
             self._reader = StoreReader.open(self.client.store)
         return self._reader
+
+    def read_by(self, grouped: CollectiveRead) -> None:
+        """Read with all other ranks, by their process group."""
+        self._grouped = grouped
 
     def join(self, host: Host, linked: list[dict[str, Any]]) -> None:
         """Read with the others of the host from now on."""
@@ -240,6 +259,12 @@ class _Load:
         assert self._manifest is not None
         assert self._grouped is not None
         deadline = time.monotonic() + READ_S
+        fetch: Fetch = self._grouped.fetch
+        if choice["load"]:
+            # By their agents all nodes read together; the ranks of a host need not as well.
+            self._through = through_agent(self.client, choice["load"], self._members.world_size)
+            through = self._through
+            fetch = read_chunks if through is None else through.fetch_of(self._manifest)
         with self._grouped.fill(choice["key"][1], deadline):
             self._reader.read_wants(
                 self._manifest,
@@ -247,7 +272,7 @@ class _Load:
                 deadline=deadline,
                 threads=self.client.settings.read_threads,
                 on_damage=self.client._report_damage,
-                fetch=self._grouped.fetch,
+                fetch=fetch,
             )
         for arrive in self._arrivals:
             arrive()
@@ -271,14 +296,16 @@ class _Load:
         _write_back(self._template.root, replaced)
         self.expect_save()
         assert self._grouped is not None
+        through = self._through
+        took_part = (self._grouped,) if through is None else (self._grouped, through)
         return LoadReport(
             step=choice["key"][1],
             missing=tuple(self._matching.missing),
             unexpected=tuple(self._unexpected),
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
-            bytes_read=self._grouped.bytes_read,
-            bytes_forwarded=self._grouped.bytes_forwarded,
-            notes=tuple(self._grouped.notes),
+            bytes_read=sum(one.bytes_read for one in took_part),
+            bytes_forwarded=sum(one.bytes_forwarded for one in took_part),
+            notes=tuple(note for one in took_part for note in one.notes),
         )
 
 
@@ -311,6 +338,8 @@ class _Chooser:
     def checked(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """Go on like :meth:`next`; StateMismatch when names are unexpected on all members."""
         verdict = self.next(opinions) | {"linked": [one["linked"] for one in opinions]}
+        by_agents = not verdict["again"] and all(one["agent"] for one in opinions)
+        verdict["load"] = os.urandom(8).hex() if by_agents else ""
         if verdict["again"] or "unexpected" not in opinions[0]:
             return verdict
         job = self._job

@@ -21,8 +21,8 @@ class LoadReport:
     the given state dict that were not saved (left as they were), ``unexpected`` saved names that
     the state dict does not have: both are empty after a strict load. ``skipped_epochs`` are newer
     epochs that were damaged, the newest first. ``bytes_read`` came from the store to this rank,
-    ``bytes_forwarded`` from ranks of its host, each read once for all of them; both count whole
-    chunks. ``notes`` say what went another way than usual.
+    ``bytes_forwarded`` from ranks of its host, from other nodes or the agent's memory, each read
+    once for all of them; both count whole chunks. ``notes`` say what went another way than usual.
     """
 
     step: int

@@ -36,7 +36,7 @@ from groupio.format.structure import Leaf
 from groupio.model import ItemKind
 from groupio.plan.read import Box
 from groupio.settings import Settings
-from groupio.torch.clients import client_for
+from groupio.torch.clients import agent_read, client_for
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
 from groupio.torch.grouped import Host
@@ -265,7 +265,11 @@ class GroupStorageReader(FileSystemReader):
         source = self._source
         assert source is not None
         deadline = time.monotonic() + READ_S
+        through = None
+        if self._fetch is None:
+            through = agent_read(self._store, find_members(self._process_group))
         with self._together(plan) as grouped:
+            by_agent = None if through is None else through.fetch_of(source.manifest)
             with grouped.fill(source.who[1], deadline):
                 with collection_paused():
                     wants = Collector()
@@ -276,11 +280,12 @@ class GroupStorageReader(FileSystemReader):
                     deadline=deadline,
                     threads=Settings.from_env().read_threads,
                     on_damage=self._report_damage,
-                    fetch=self._fetch or grouped.fetch,
+                    fetch=self._fetch or by_agent or grouped.fetch,
                 )
-            self.bytes_read = grouped.bytes_read
-            self.bytes_forwarded = grouped.bytes_forwarded
-            self.notes = tuple(grouped.notes)
+            took_part = (grouped,) if through is None else (grouped, through)
+            self.bytes_read = sum(one.bytes_read for one in took_part)
+            self.bytes_forwarded = sum(one.bytes_forwarded for one in took_part)
+            self.notes = tuple(note for one in took_part for note in one.notes)
         for finish in finishes:
             finish()
         self._close()

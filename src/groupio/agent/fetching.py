@@ -1,0 +1,350 @@
+"""Chunks that a plan moves to this node: pulled from peers, checked, kept or handed on.
+
+Memory is bounded: what is kept goes to the memory that was admitted for it, what is only written
+goes through one buffer per peer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from groupio.agent.holdings import Holdings, Places
+from groupio.agent.links import Links
+from groupio.errors import StagingFull
+from groupio.fabric.base import DIGEST, Fabric, Want
+from groupio.model import CHUNK_BYTES, DIGEST_BYTES
+from groupio.plan.orders import Fetch
+
+BATCH_BYTES = 16 << 20
+"""So much is pulled at once from one peer, and written as one."""
+
+PEER_WAIT_S = 60.0
+"""How long a peer may take for one batch."""
+
+Write = Callable[[memoryview, npt.NDArray[np.int64], Fetch, npt.NDArray[np.int64]], None]
+"""Write rows of a fetch that lie in memory: the view, their starts in it, the fetch, the rows."""
+
+
+class Fetched(NamedTuple):
+    """What came of a fetch; ``missing`` are digests, uint8[n, 32]."""
+
+    missing: npt.NDArray[np.uint8]
+    asked: tuple[str, ...]
+    """The nodes that were asked for what is missing."""
+    liars: tuple[str, ...]
+    """Nodes that sent wrong bytes."""
+
+
+class Room(NamedTuple):
+    """Memory for chunks that stay: a view of ``arena`` from ``offset`` on."""
+
+    view: memoryview
+    arena: int
+    offset: int
+
+
+class _Batch(NamedTuple):
+    rows: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint8]
+    lengths: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    view: memoryview
+
+
+@dataclass(slots=True)
+class _Round:
+    """One call of ``fetch``; ``left`` are the steps that bring what stays."""
+
+    addresses: dict[str, str]
+    room: Room | None
+    write: Write
+    stopped: Callable[[], bool]
+    kept: Callable[[], None] | None
+    left: int = 0
+    failed: bool = False
+    """What is still under way is of no use."""
+    thin: bool = False
+    """Something that was to stay did not come."""
+
+    def over(self) -> bool:
+        """Nothing more is to be begun."""
+        return self.failed or self.stopped()
+
+
+class Fetcher:
+    """Fetches for one group. ``job`` is the id of its store, which scopes what peers give."""
+
+    def __init__(
+        self,
+        *,
+        fabric: Fabric,
+        holdings: Holdings,
+        links: Links,
+        pool: Executor,
+        group: int,
+        job: str,
+    ) -> None:
+        self._fabric = fabric
+        self._links = links
+        self._holdings = holdings
+        self._pool = pool
+        self.group = group
+        self._job = job
+        self._lock = threading.Lock()
+        self._kept_bytes = 0
+        self._free: list[tuple[int, int]] = []
+        """Holes before ``_kept_bytes``, of chunks that did not come: where, how many bytes."""
+        self._kept: dict[bytes, int] = {}
+        """Where each chunk that stays begins in the room."""
+
+    @property
+    def copies(self) -> npt.NDArray[np.uint8]:
+        """Digests of all chunks that are kept here, uint8[n, 32]."""
+        with self._lock:
+            joined = b"".join(self._kept)
+        return np.frombuffer(joined, np.uint8).reshape(-1, DIGEST_BYTES)
+
+    def fetch(
+        self,
+        parts: Sequence[Fetch],
+        addresses: dict[str, str],
+        room: Room | None,
+        write: Write,
+        stopped: Callable[[], bool],
+        *,
+        kept: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Fetched:
+        """Bring all of ``parts`` here; chunks to write are handed to ``write``, from any thread.
+
+        ``write`` must be done with their memory when it returns. ``kept`` is called once all that
+        stays is here, whatever is still to be written; ``meanwhile`` in this thread, while the
+        others pull. On return, or after an error, no thread uses the memory any more.
+        StagingFull when the plan keeps more than ``room`` has.
+        """
+        run = _Round(addresses, room, write, stopped, kept)
+        stay: list[Callable[[], Fetched]] = []
+        pass_on: list[Callable[[], Fetched]] = []
+        for part in parts:
+            absent = ~self._are_kept(part)
+            rows = np.flatnonzero(part.keep & absent)
+            if len(rows):
+                stay.append(partial(self._bring, run, part, rows))
+            batches = _cut(part, np.flatnonzero(~part.keep & absent))
+            # One batch is pulled while the one before it is written.
+            for mine in filter(None, (batches[::2], batches[1::2])):
+                pass_on.append(partial(self._pass_on, run, part, mine))
+        run.left = len(stay)
+        coming = [part.digests[part.keep] for part in parts]
+        for digests in coming:
+            self._holdings.expect(self._job, digests)
+        try:
+            if kept is not None and not stay:
+                kept()
+            results = self._run(run, (*stay, *pass_on), meanwhile)
+        finally:
+            for digests in coming:
+                self._holdings.expect_no_more(self._job, digests)
+        for part in parts:
+            self._write_kept(run, part)
+        return _join(results)
+
+    def _run(
+        self,
+        run: _Round,
+        steps: Sequence[Callable[[], Fetched]],
+        meanwhile: Callable[[], None],
+    ) -> list[Fetched]:
+        def guarded(step: Callable[[], Fetched]) -> Fetched:
+            try:
+                return step()
+            except BaseException:
+                run.failed = True
+                raise
+
+        under_way: list[Future[Fetched]] = []
+        try:
+            for step in steps:
+                under_way.append(self._pool.submit(guarded, step))
+            meanwhile()
+        except BaseException:
+            run.failed = True
+            raise
+        finally:
+            wait(under_way)  # also after an error: the others still use the memory
+        return [done.result() for done in under_way]
+
+    def _are_kept(self, part: Fetch) -> npt.NDArray[np.bool_]:
+        with self._lock:
+            return np.array([d.tobytes() in self._kept for d in part.digests], np.bool_)
+
+    def _bring(self, run: _Round, part: Fetch, rows: npt.NDArray[np.int64]) -> Fetched:
+        """Pull chunks that stay into the room."""
+        peers = _peers(part, run)
+        liars: set[str] = set()
+        missing: list[npt.NDArray[np.uint8]] = []
+        for mine in _cut(part, rows):
+            if run.over():
+                break
+            view, starts = self._reserve(run.room, part.lengths[mine])
+            batch = _Batch(mine, part.digests[mine], part.lengths[mine], starts, view)
+            here = np.zeros(len(mine), np.bool_)
+            try:
+                here = self._pull(batch, peers, run.addresses, liars)
+            finally:
+                self._keep(batch, here, run.room)
+            missing.append(batch.digests[~here])
+        found = _fetched(missing, peers, liars)
+        with self._lock:
+            run.left -= 1
+            run.thin |= len(found.missing) > 0
+            complete = not run.left and not run.thin and not run.over()
+        if complete and run.kept is not None:
+            run.kept()
+        return found
+
+    def _pass_on(
+        self, run: _Round, part: Fetch, batches: Sequence[npt.NDArray[np.int64]]
+    ) -> Fetched:
+        """Pull chunks and have them written; nothing of them stays."""
+        peers = _peers(part, run)
+        liars: set[str] = set()
+        missing: list[npt.NDArray[np.uint8]] = []
+        room = max(int(part.lengths[mine].sum()) for mine in batches)
+        view = memoryview(mmap.mmap(-1, max(room, 1)))
+        for mine in batches:
+            if run.over():
+                break
+            lengths = part.lengths[mine]
+            starts = np.cumsum(lengths) - lengths
+            batch = _Batch(mine, part.digests[mine], lengths, starts, view)
+            here = self._pull(batch, peers, run.addresses, liars)
+            missing.append(batch.digests[~here])
+            wanted = here & part.write[mine]
+            if wanted.any() and not run.over():
+                run.write(view, starts[wanted], part, mine[wanted])
+        return _fetched(missing, peers, liars)
+
+    def _keep(self, batch: _Batch, here: npt.NDArray[np.bool_], room: Room | None) -> None:
+        """Hold what came; the memory of the rest is free again."""
+        assert room is not None
+        digests, starts = batch.digests[here], batch.starts[here]
+        if len(digests):
+            arenas = np.full(len(digests), room.arena, np.int64)
+            places = Places(digests, arenas, room.offset + starts, batch.lengths[here])
+            self._holdings.hold(self.group, self._job, places)
+        unused = zip(batch.starts[~here].tolist(), batch.lengths[~here].tolist(), strict=True)
+        with self._lock:
+            self._free += unused
+            for digest, start in zip(digests, starts.tolist(), strict=True):
+                self._kept[digest.tobytes()] = start
+
+    def _write_kept(self, run: _Round, part: Fetch) -> None:
+        """Write chunks that are here to stay, of this round or of an earlier one."""
+        rows = np.flatnonzero(self._are_kept(part) & part.write)
+        for mine in _cut(part, rows):
+            if run.over():
+                return
+            assert run.room is not None
+            starts = np.array([self._kept[part.digests[r].tobytes()] for r in mine], np.int64)
+            run.write(run.room.view, starts, part, mine)
+
+    def _reserve(
+        self, room: Room | None, lengths: npt.NDArray[np.int64]
+    ) -> tuple[memoryview, npt.NDArray[np.int64]]:
+        """Memory in the room for chunks of these ``lengths``: its view, and where each starts."""
+        with self._lock:
+            starts = np.full(len(lengths), -1, np.int64)
+            if self._free:
+                for i, length in enumerate(lengths.tolist()):
+                    starts[i] = self._take_hole(length)
+            new = starts < 0
+            ends = self._kept_bytes + np.cumsum(lengths[new])
+            used = int(ends[-1]) if len(ends) else self._kept_bytes
+            have = 0 if room is None else len(room.view)
+            if room is None or used > have:
+                raise StagingFull(
+                    f"The plan keeps {used} bytes of other nodes here, and {have} were admitted; "
+                    "save again.",
+                    needed=used,
+                )
+            starts[new] = ends - lengths[new]
+            self._kept_bytes = used
+            return room.view, starts
+
+    def _take_hole(self, length: int) -> int:
+        """Where ``length`` bytes fit into a hole, best one of just that size; -1: into none."""
+        fitting = [hole for hole in self._free if hole[1] >= length]
+        if not fitting:
+            return -1
+        start, size = hole = min(fitting, key=lambda one: one[1])
+        self._free.remove(hole)
+        if size > length:
+            self._free.append((start + length, size - length))
+        return start
+
+    def _pull(
+        self, batch: _Batch, peers: list[str], addresses: dict[str, str], liars: set[str]
+    ) -> npt.NDArray[np.bool_]:
+        """Ask one peer after the other; which chunks came, bool[n]."""
+        here = np.zeros(len(batch.lengths), np.bool_)
+        for peer in peers:
+            left = np.flatnonzero(~here)
+            if not len(left):
+                break
+            wants = [
+                Want(batch.digests[i].tobytes(), 0, size, batch.view[start : start + size])
+                for i, start, size in zip(
+                    left.tolist(),
+                    batch.starts[left].tolist(),
+                    batch.lengths[left].tolist(),
+                    strict=True,
+                )
+            ]
+            began = time.monotonic()
+            address, deadline = addresses[peer], began + PEER_WAIT_S
+            outcomes = self._fabric.pull(address, self._job, wants, deadline=deadline)
+            self._links.pulled(address, self._job, outcomes, time.monotonic() - began)
+            here[left] = [outcome.ok for outcome in outcomes]
+            if any(outcome.error == DIGEST for outcome in outcomes):
+                liars.add(peer)
+        return here
+
+
+def _cut(part: Fetch, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """``rows`` in batches of BATCH_BYTES at most."""
+    if not len(rows):
+        return []
+    # A batch may end with a chunk too many, and a chunk never exceeds CHUNK_BYTES.
+    number = np.cumsum(part.lengths[rows]) // (BATCH_BYTES - CHUNK_BYTES)
+    return np.split(rows, np.flatnonzero(np.diff(number)) + 1)
+
+
+def _peers(part: Fetch, run: _Round) -> list[str]:
+    return [name for name in (part.source, *part.others) if name in run.addresses]
+
+
+def _fetched(
+    missing: Sequence[npt.NDArray[np.uint8]], peers: Sequence[str], liars: set[str]
+) -> Fetched:
+    lost = np.concatenate([np.empty((0, DIGEST_BYTES), np.uint8), *missing])
+    return Fetched(lost, tuple(peers) if len(lost) else (), tuple(sorted(liars)))
+
+
+def _join(results: Sequence[Fetched]) -> Fetched:
+    none = np.empty((0, DIGEST_BYTES), np.uint8)
+    return Fetched(
+        np.concatenate([none, *(r.missing for r in results)]),
+        tuple(dict.fromkeys(name for r in results for name in r.asked)),
+        tuple(dict.fromkeys(name for r in results for name in r.liars)),
+    )

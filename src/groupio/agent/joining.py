@@ -1,0 +1,498 @@
+"""Brings a job's part on this node to its controller, wherever that is.
+
+The machine (:mod:`groupio.protocol.following`) says whom to follow; this executes it: looks into
+the coordinator, keeps the link, sends events, obeys orders, and hosts the controller when this
+agent is the one that has to. The coordinator and the store are asked in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+import groupio
+from groupio.agent.election import Election, is_elsewhere
+from groupio.agent.unjoined import LOOK_S, Unjoined
+from groupio.controller import messages as cm
+from groupio.controller.coordinator import Rule
+from groupio.controller.discover import Where
+from groupio.controller.host import Host
+from groupio.controller.lines import Lines, from_ages
+from groupio.controller.opening import open_coordinator
+from groupio.controller.store import JobStore
+from groupio.controller.transport import ControlClient
+from groupio.errors import (
+    ControllerLost,
+    FormatError,
+    GroupIOError,
+    InvalidInput,
+    NotFound,
+    from_wire,
+)
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol import following as fo
+from groupio.protocol import reasons
+from groupio.protocol.wireform import WireForm
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+    from groupio.agent.job import Job
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Between two tries to open a store that cannot be opened."""
+
+KEEP_S = 2.0
+"""How often a controller looks whether it still rules."""
+
+
+class Joining:
+    """The way of one job's agent to its controller. Everything but ``run`` runs in the loop."""
+
+    def __init__(self, driver: Driver, job: Job, where: Where) -> None:
+        self._driver = driver
+        self._job = job
+        self.where = where
+        self._network = driver.join_network()
+        self._thread = ThreadPoolExecutor(1, "join")
+        self._machine = fo.Following(driver.node, self._network.life)
+        self._election: Election | None = None
+        self._client: ControlClient | None = None
+        self._out = WireForm(cm.FROM_NODE)
+        self._in = WireForm(cm.FROM_CONTROLLER)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._preparing = False
+        self._unheard: list[ev.MemberGone | ev.MemberFailed] = []
+        """What happened to clients while there was no controller to tell."""
+        self._unjoined = Unjoined(driver, job)
+        self._locked_out = False
+        """The last controller that was tried has another token."""
+        self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
+        self._ended = False
+
+    @property
+    def term(self) -> int:
+        """The rule that is followed, 0 before the first."""
+        return self._machine.term
+
+    @property
+    def joined(self) -> bool:
+        """There is a controller, and it knows this node."""
+        return self._machine.joined
+
+    @property
+    def idle(self) -> bool:
+        """No group of other nodes needs this agent either."""
+        return not self._driver.groups_of(self._job)
+
+    # -- beginning --------------------------------------------------------------------------------
+
+    def begin(self, *, create: bool) -> None:
+        """Look for the controller, once there is a store; with ``create`` make the store."""
+        if self._election is None and not self._preparing:
+            self._preparing = True
+            self._ask(partial(self._prepare, create), self._prepared)
+
+    def _prepare(self, create: bool) -> Election | None:
+        store = self._job.store
+        try:
+            store_id = store.follow(create=create)
+        except NotFound:
+            return None
+        made = open_coordinator(self.where, store.backend, store_id, on_lost=self._deposed)
+        return Election(
+            made,
+            self.where,
+            path=self._job.path,
+            node=self._driver.node,
+            life=self._network.life,
+        )
+
+    def _prepared(self, made: Election | None, error: GroupIOError | None) -> None:
+        self._preparing = False
+        if error is not None:
+            log.warning("the store %s cannot be used: %s", self._job.path, error.message)
+            if self._job.opens:
+                self._later("prepare", RETRY_S, lambda: self.begin(create=True))
+            self._driver.desk.settle_without(self._job, error)
+            return
+        if made is None:
+            if self._job.opens:
+                self.begin(create=True)
+            else:
+                self._driver.desk.settle_without(self._job)
+            return
+        self._election = made
+        self._perform(self._machine.start())
+        self._look()
+
+    def _look(self) -> None:
+        """From now on, members of saves that no controller takes hear of it in time."""
+        if self._machine.joined:
+            self._unjoined.over()
+        else:
+            self._unjoined.look()
+        self._later("look", LOOK_S, self._look)
+
+    # -- what the rest of the agent says ----------------------------------------------------------
+
+    def tell(self, event: ev.ControllerEvent) -> None:
+        """Tell the controller; what cannot be told now is told when it is found."""
+        if self._ended:
+            return  # the last client's end is what it ended for
+        if self._election is None:
+            self.begin(create=isinstance(event, ev.MemberOpened))
+        elif self._job.host is not None:
+            self._job.host.tell(event)
+        elif self._machine.joined and self._client is not None:
+            self._client.send(self._out.encode(event))
+        elif isinstance(event, ev.MemberGone | ev.MemberFailed):
+            self._unheard.append(event)
+
+    def tell_swarm(self, message: Any) -> None:
+        """Tell the controller what concerns a grouped read, if there is one now."""
+        if self._ended or not self._machine.joined:
+            return
+        if self._job.host is not None:
+            self._job.host.read(message)
+        elif self._client is not None:
+            self._client.send(self._out.encode(message))
+
+    def settle(self, client: str, request_id: int) -> None:
+        """Ask the controller elsewhere about undecided epochs, once there is one."""
+        if self._election is None:
+            self.begin(create=False)
+        elif self._client is not None and self._machine.joined:
+            self._client.send(self._out.encode(cm.ClientSettles(client, request_id)))
+
+    def drain(self, *, abort_unstaged: bool) -> None:
+        """This node takes no new saves: give up what cannot be staged without them.
+
+        With ``abort_unstaged`` also what is not staged yet. The controller goes on, here until
+        the agent ends, then on another node.
+        """
+        for failed in self._unjoined.drain():
+            self.tell(failed)
+        if abort_unstaged:
+            for opened in self._job.opens.values():
+                error = reasons.stopped(opened.epoch)
+                self.tell(ev.MemberFailed(opened.client, opened.save_id, error))
+        if not self._machine.joined:
+            for opened in self._unjoined.waiting():
+                self._unjoined.fail(opened, reasons.draining(opened.epoch))
+
+    def describe(self, request_id: int, answer: Callable[[dict[str, Any]], None]) -> bool:
+        """Ask the controller elsewhere for the job's state; False when there is none."""
+        if self._client is None or not self._machine.joined:
+            return False
+        self._questions[request_id] = answer
+        self._client.send(self._out.encode(cm.StatusAsked(request_id)))
+        return True
+
+    # -- the machine's effects --------------------------------------------------------------------
+
+    def _feed(self, event: Any) -> None:
+        if not self._ended:
+            self._perform(self._machine.handle(event))
+
+    def _perform(self, effects: list[Any]) -> None:
+        for effect in effects:
+            self._driver.do(partial(self._execute, effect))
+
+    def _execute(self, effect: Any) -> None:
+        match effect:
+            case fo.FindController():
+                assert self._election is not None
+                self._ask(self._election.current, self._found)
+            case fo.Campaign() if self._locked_out or (self._client and self._client.locked_out):
+                # It rules and lives; to replace it would only cut others off.
+                self._found(None, self._no_key())
+            case fo.Campaign(over=over):
+                self._run_for(over)
+            case fo.ConnectTo(term=term, address=address):
+                self._connect(term, address)
+            case fo.SendJoin():
+                self._send_join()
+            case fo.Host(term=term):
+                self._host(term)
+            case fo.StopHosting():
+                self._stop_hosting()
+            case fo.LeaveTerm():
+                self._hang_up()
+                self._driver.reads.left(self._job)
+                groups = self._driver.groups_of(self._job)
+                if groups:
+                    self._driver.tell_machine(ev.ControllerLeft(groups))
+            case fo.Execute(order=order):
+                self._obey(order)
+            case fx.StartTimer(name=name, delay_s=delay_s):
+                self._later(name, delay_s, lambda: self._feed(ev.TimerFired(name)))
+            case fx.StopTimer(name=name):
+                self._stop(name)
+            case _:
+                raise AssertionError(f"not an effect of following: {effect!r}")
+
+    def _later(self, name: str, delay_s: float, step: Callable[[], None]) -> None:
+        self._stop(name)
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(delay_s, self._driver.do, step)
+
+    def _stop(self, name: str) -> None:
+        handle = self._timers.pop(name, None)
+        if handle is not None:
+            handle.cancel()
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    def _ask(
+        self, question: Callable[[], Any], answer: Callable[[Any, GroupIOError | None], None]
+    ) -> None:
+        def run() -> None:
+            result, failed = None, None
+            try:
+                result = question()
+            except GroupIOError as error:
+                failed = error
+            except Exception as error:
+                log.exception("asking for the controller of %s failed", self._job.path)
+                failed = GroupIOError(f"looking for the controller failed: {error!r}")
+            self._driver.post(lambda: answer(result, failed))
+
+        self._thread.submit(run)
+
+    def _run_for(self, over: int) -> None:
+        """Campaign; the address is where others would reach a controller of this agent."""
+        assert self._election is not None
+        address = "" if is_elsewhere(self.where) else self._network.gate_address()
+        self._ask(partial(self._election.campaign, address, over), self._found)
+
+    def _no_key(self) -> InvalidInput:
+        error = InvalidInput(
+            f"the controller of {self._job.path} has another token than node {self._driver.node}; "
+            "give all nodes of the job the same GROUPIO_TOKEN or GROUPIO_TOKEN_FILE"
+        )
+        self._unjoined.refused(error)
+        return error
+
+    def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
+        if error is not None:
+            log.warning("the controller of %s is not known: %s", self._job.path, error.message)
+            self._unjoined.note(error.message)
+            self._feed(fo.CoordinatorFailed(error))
+        elif rule is None:
+            self._feed(fo.NoRule())
+        else:
+            self._feed(fo.RuleFound(rule.term, rule.address, rule.node, rule.life))
+
+    def _deposed(self, why: str) -> None:
+        """This agent rules no more; who does, or campaign again. From any thread."""
+        log.warning("the rule over %s ended: %s", self._job.path, why)
+
+        def again() -> None:
+            if not self._ended and self._job.host is not None:
+                self._run_for(self._machine.term)
+
+        self._driver.post(again)
+
+    def _keep(self) -> None:
+        """Learn now and then whether this controller still rules."""
+
+        def answer(held: bool | None, error: GroupIOError | None) -> None:
+            # A store that does not answer says nothing of who rules.
+            if error is None and held is False:
+                self._deposed("another agent took over")
+            elif self._job.host is not None:
+                self._later("keep", KEEP_S, self._keep)
+
+        assert self._election is not None
+        self._ask(self._election.keep, answer)
+
+    # -- the link ---------------------------------------------------------------------------------
+
+    def _connect(self, term: int, address: str) -> None:
+        self._hang_up()
+        log.info("job %s: controller at %s, term %d", self._job.store.job, address, term)
+        client: ControlClient
+
+        def lost(why: str) -> None:
+            if self._client is client:
+                self._client = None
+                self._locked_out = client.locked_out
+                self._unjoined.note(why)
+                self._driver.reads.left(self._job)
+                self._driver.do(lambda: self._feed(fo.LinkDown(term, why)))
+
+        try:
+            client = ControlClient(
+                asyncio.get_running_loop(),
+                address,
+                self._network.keys,
+                life=self._network.life,
+                on_message=lambda payload: self._take(client, payload),
+                on_lost=lost,
+            )
+        except GroupIOError as error:
+            log.warning("%s", error.message)
+            down = fo.LinkDown(term, error.message)
+            self._driver.do(lambda: self._feed(down))
+            return
+        self._client = client
+        store = self._job.store
+        hello = cm.NodeHello(
+            version=cm.CONTROL_VERSION,
+            release=groupio.__version__,
+            node=self._driver.node,
+            life=self._network.life,
+            job=store.job,
+            store=self._job.path,
+            store_id=store.store_id,
+            term=term,
+        )
+        client.send(self._out.encode(hello))
+
+    def _hang_up(self) -> None:
+        client, self._client = self._client, None
+        self._questions.clear()
+        if client is not None:
+            client.close("it follows another controller")
+
+    def _take(self, client: ControlClient, payload: bytes) -> None:
+        if client is not self._client:
+            return
+        try:
+            message = self._in.decode(payload)
+        except FormatError as error:
+            log.error("the controller at %s: %s", client.address, error.message)
+            self._hang_up()
+            self._feed(fo.LinkDown(self._machine.term, error.message))
+            return
+        match message:
+            case cm.NodeWelcome(term=term):
+                self._locked_out = False
+                self._driver.do(lambda: self._feed(fo.LinkUp(term)))
+            case cm.NodeRefused():
+                refused = from_wire(message.error)
+                log.error("refused by the controller at %s: %s", client.address, refused.message)
+                self._hang_up()
+                self._driver.do(lambda: self._refuse(refused))
+            case cm.ClientSettled(client=name, request_id=request_id):
+                self._driver.desk.settled(name, request_id)
+            case cm.StatusAnswer(request_id=request_id, body=body):
+                answer = self._questions.pop(request_id, None)
+                if answer is not None:
+                    answer(body)
+            case _:
+                self._driver.do(lambda: self._feed(fo.OrderCame(self._machine.term, message)))
+
+    def _refuse(self, error: GroupIOError) -> None:
+        term = self._machine.term
+        self._unjoined.note(error.message)
+        if not isinstance(error, ControllerLost):
+            self._unjoined.refused(error)
+            self._feed(fo.JoinRefused(term, error))
+            return
+        # Somebody is there, but not the controller: ask again who that is.
+        self._feed(fo.LinkDown(term, error.message))
+        if self._election is not None:
+            self._ask(self._election.current, self._found_again)
+
+    def _found_again(self, rule: Rule | None, error: GroupIOError | None) -> None:
+        """Follow a newer rule at once; without one, time tells."""
+        if error is None and rule is not None:
+            self._found(rule, None)
+
+    def _obey(self, order: Any) -> None:
+        if isinstance(order, fx.TellReached):
+            order = from_ages(order)
+        self._driver.obey(self._job, order)
+
+    # -- joining and hosting ----------------------------------------------------------------------
+
+    def _join_event(self) -> ev.NodeJoined:
+        held = self._driver.held(self._job)
+        kept = {(one.client, one.save_id) for group in held for one in group.opened}
+        return ev.NodeJoined(
+            node=self._driver.node,
+            life=self._network.life,
+            address=self._network.fabric_address,
+            link=self._network.links.link,
+            store_id=self._job.store.store_id,
+            held=held,
+            clients=tuple(self._job.clients.values()),
+            opens=tuple(
+                one for one in self._job.opens_now() if (one.client, one.save_id) not in kept
+            ),
+        )
+
+    def _send_join(self) -> None:
+        if self._job.host is not None:
+            self._job.host.tell(self._join_event())
+        elif self._client is not None:
+            self._client.send(self._out.encode(self._join_event()))
+        unheard, self._unheard = self._unheard, []
+        for event in unheard:
+            self.tell(event)
+        for peer, request_id in self._job.settling:
+            self.settle(peer.client, request_id)
+        self._driver.do(lambda: self._driver.reads.joined(self._job))
+
+    def _host(self, term: int) -> None:
+        driver, store = self._driver, self._job.store
+        log.info("job %s: this agent has the controller, term %d", store.job, term)
+        own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
+        name = blake3(f"{store.store_id} {term}".encode()).digest()
+        host = Host(
+            self._job.path,
+            own,
+            driver,
+            count(int.from_bytes(name[:4], "little") % (1 << 31) << 20),
+            Lines(driver.node),
+            term,
+            driver.settings.backend_bytes_per_s,
+        )
+        self._job.host = self._network.hosts[store.store_id] = host
+        host.open_store()
+        self._later("keep", KEEP_S, self._keep)
+        self._driver.do(lambda: self._feed(fo.LinkUp(term)))
+
+    def _stop_hosting(self) -> None:
+        host, self._job.host = self._job.host, None
+        if host is not None:
+            self._network.hosts.pop(self._job.store.store_id, None)
+            self._stop("keep")
+            host.hang_up("it was deposed")
+            self._thread.submit(host.end)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Run ``task`` in this job's thread; its errors are logged. From any thread."""
+
+        def guarded() -> None:
+            try:
+                task()
+            except Exception:
+                log.exception("a task of %s failed", self._job.path)
+
+        self._thread.submit(guarded)
+
+    def end(self) -> None:
+        """Leave the job; a controller that was here is free for another agent."""
+        self._ended = True
+        for name in list(self._timers):
+            self._stop(name)
+        self._hang_up()
+        election, self._election = self._election, None
+        if election is not None:
+            self._thread.submit(election.leave, ruling=self._job.host is not None)
+        self._thread.submit(self._job.store.close)
+        self._thread.shutdown(wait=True)

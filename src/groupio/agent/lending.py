@@ -1,0 +1,126 @@
+"""The node's staging memory at work: arenas made, filled ahead of use, and lent to ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from groupio.agent.arena import MemberArena
+from groupio.errors import GroupIOError
+from groupio.model import PAGE_BYTES
+from groupio.protocol import effects as fx
+from groupio.protocol import messages as msg
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+
+log = logging.getLogger(__name__)
+
+_NICER = 5
+
+
+class Memory:
+    """Executes the agent machine's orders about arenas, in the event loop."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.arenas: dict[int, MemberArena] = {}
+        self._populating = ThreadPoolExecutor(1, "populate", initializer=yield_to_others)
+        self._populates: dict[tuple[int, int], threading.Event] = {}
+        """Extents that are being filled, each with the sign that it is not wanted any more."""
+
+    def shut(self) -> None:
+        """Fill no further memory."""
+        self._populating.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for arena in self.arenas.values():
+            arena.close()
+
+    def execute(self, effect: fx.Effect) -> None:
+        """Execute one effect that concerns memory."""
+        match effect:
+            case fx.OpenArena(arena=arena, client=client):
+                self.arenas[arena] = MemberArena()
+                if (peer := self._driver.clients.get(client)) is not None:
+                    self._driver.send(peer, msg.Arena(), (self.arenas[arena].fd,))
+            case fx.CloseArena(arena=arena):
+                for place, unwanted in self._populates.items():
+                    if place[0] == arena:
+                        unwanted.set()
+                self.arenas.pop(arena).close()
+            case fx.Punch(arena=arena, offset=offset, length=length):
+                if (populating := self._populates.get((arena, offset))) is not None:
+                    populating.set()
+                self.arenas[arena].punch(offset, length)
+            case fx.Populate():
+                self._populate(effect)
+            case fx.GrantLease():
+                self._grant(effect)
+
+    def view(self, arena: int, offset: int, length: int) -> memoryview | None:
+        """Bytes of an arena, whole pages or not; None when it is gone. From any thread."""
+        memory = self.arenas.get(arena)
+        low = offset // PAGE_BYTES * PAGE_BYTES
+        high = -(-(offset + length) // PAGE_BYTES) * PAGE_BYTES
+        try:
+            pages = None if memory is None else memory.map(low, high - low)
+        except (OSError, ValueError):
+            return None  # it was closed just now
+        return None if pages is None else pages[offset - low : offset - low + length]
+
+    def _grant(self, effect: fx.GrantLease) -> None:
+        peer = self._driver.clients.get(effect.client)
+        if peer is None:
+            return
+        wave, arena = effect.wave, self.arenas[effect.arena]
+        if wave.virt_hi > wave.virt_lo:
+            arena.map(effect.offset, wave.virt_hi - wave.virt_lo)
+        message = msg.Grant(
+            save_id=effect.save_id,
+            key=effect.key,
+            wave=effect.number,
+            waves=effect.waves,
+            offset=effect.offset,
+            virt_lo=wave.virt_lo,
+            virt_hi=wave.virt_hi,
+            chunk_lo=wave.chunk_lo,
+            chunk_hi=wave.chunk_hi,
+        )
+        self._driver.send(peer, message)
+
+    def _populate(self, effect: fx.Populate) -> None:
+        arena, place = self.arenas[effect.arena], (effect.arena, effect.offset)
+        unwanted = self._populates[place] = threading.Event()
+
+        def populate() -> None:
+            try:
+                if unwanted.is_set():
+                    return
+                arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
+                if unwanted.is_set():
+                    # It was given back meanwhile: what came after that must go, too.
+                    arena.punch(effect.offset, effect.length)
+            except (GroupIOError, OSError, ValueError) as error:
+                if not unwanted.is_set():
+                    log.warning("memory was not prepared ahead of its use: %s", error)
+                unwanted.set()
+            self._driver.post(announce)
+
+        def announce() -> None:
+            if self._populates.get(place) is unwanted:
+                del self._populates[place]
+            peer = self._driver.clients.get(effect.client)
+            if peer is not None and not unwanted.is_set() and arena.fd >= 0:
+                self._driver.send(peer, msg.Standby(effect.offset, effect.length))
+
+        self._populating.submit(populate)
+
+
+def yield_to_others() -> None:
+    """Lower this thread's CPU priority; on Linux it belongs to the thread."""
+    os.nice(_NICER)

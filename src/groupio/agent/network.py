@@ -1,0 +1,115 @@
+"""What an agent needs once one of its jobs spans nodes: keys, doors to others, its holdings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from groupio.agent.holdings import Holdings
+from groupio.agent.identity import reachable
+from groupio.agent.lending import yield_to_others
+from groupio.agent.links import Links
+from groupio.agent.reading import Reads
+from groupio.controller import messages as cm
+from groupio.controller.gate import Gate, no_such_job
+from groupio.controller.host import Host
+from groupio.controller.keys import Keys
+from groupio.errors import InvalidInput
+from groupio.fabric.open import open_fabric
+from groupio.model import NodeLink
+from groupio.protocol import events as ev
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+
+log = logging.getLogger(__name__)
+
+FETCH_THREADS = 8
+"""Pulls from so many peers at a time."""
+
+ORDER_THREADS = 4
+"""Rounds of so many groups at a time."""
+
+
+class Network:
+    """One per agent, made when the first job of several nodes comes. Runs in the event loop."""
+
+    def __init__(self, driver: Driver) -> None:
+        """InvalidInput when the settings ask to listen where a token is needed."""
+        self._driver = driver
+        settings = driver.settings
+        self.life = uuid.uuid4().hex
+        self.keys = Keys.from_env(os.environ)
+        self.listens_at, port = _listen(settings.listen, self.keys is not None)
+        self.announced = reachable(self.listens_at)
+        self.holdings = Holdings(driver.memory.view)
+        token = None if self.keys is None else self.keys.fabric_key
+        self.fabric = open_fabric(settings, self.listens_at, self.announced, token)
+        self.reads = Reads(driver, self.holdings, self.fabric)
+        self.fabric_address = self.fabric.serve(self.reads)
+        self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        self.orders = ThreadPoolExecutor(ORDER_THREADS, "order", initializer=yield_to_others)
+        self.hosts: dict[str, Host] = {}
+        self._gates: dict[int, Gate] = {}
+        self._port = port
+        self.links = Links(
+            driver.node,
+            settings.failure_domain or driver.node,
+            uplink=settings.uplink_bytes_per_s,
+            fabric=settings.fabric_bytes_per_s,
+            engine=self.fabric,
+            pool=self.fetching,
+            changed=lambda link: driver.post(lambda: self._tell_links(link)),
+        )
+
+    def _tell_links(self, link: NodeLink) -> None:
+        for job in self._driver.jobs.values():
+            if job.joining is not None:
+                job.joining.tell(ev.LinkMeasured(link))
+
+    def gate(self, port: int | None = None) -> Gate:
+        """The way in for other agents; at ``port`` where a launcher told them to look."""
+        number = self._port if port is None else port
+        if number not in self._gates:
+            address = f"tcp://{self.listens_at}:{number}"
+            self._gates[number] = Gate(address, self.keys, self._driver.node, self.life, self._find)
+        return self._gates[number]
+
+    def gate_address(self) -> str:
+        """Where agents of other nodes reach the controllers of this process."""
+        port = self.gate().address.rpartition(":")[2]
+        return f"tcp://{self.announced}:{port}"
+
+    def _find(self, hello: cm.NodeHello) -> Host:
+        host = self.hosts.get(hello.store_id)
+        if host is None:
+            raise no_such_job(hello)
+        if hello.job != host.store.job:
+            raise InvalidInput(
+                f"node {hello.node} means job {hello.job!r}, and store {hello.store_id} belongs to "
+                f"job {host.store.job!r}; give both the same name"
+            )
+        return host
+
+    def close(self) -> None:
+        """End all connections; transfers in progress fail."""
+        for gate in self._gates.values():
+            gate.close()
+        self.links.close()
+        self.reads.close()
+        self.fabric.close()
+        self.orders.shutdown(wait=False, cancel_futures=True)
+        self.fetching.shutdown(wait=False, cancel_futures=True)
+
+
+def _listen(configured: str | None, has_token: bool) -> tuple[str, int]:
+    """Host and port to listen at; port 0: any."""
+    if configured is None:
+        return ("0.0.0.0" if has_token else "127.0.0.1"), 0
+    host, _, port = configured.rpartition(":")
+    if not host or not port.isdecimal():
+        return configured, 0
+    return host, int(port)

@@ -1,0 +1,239 @@
+"""Where the chunks of a read come from: the store and the agents of other nodes, in threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from groupio.backend.base import EPOCHS, RandomReader
+from groupio.backend.posix import PosixBackend
+from groupio.client.chunk_reader import RUN_BYTES, Job, Wants, do_job, jobs_of
+from groupio.errors import GroupIOError, IntegrityError
+from groupio.fabric.base import DEADLINE, DIGEST, MISSING, RANGE, Fabric, Outcome, Want
+from groupio.format.manifest import ManifestReader
+from groupio.model import ChunkTable, DecisionKey, SegmentRef
+
+log = logging.getLogger(__name__)
+
+PULL_S = 30.0
+"""A peer may take so long to get a chunk that it is to pass on."""
+
+PULLS_MAX = 4
+"""From one peer at a time: further chunks wait for one of them to end."""
+
+SEGMENTS_OPEN_MAX = 128
+"""Segments that are kept open between reads."""
+
+_WHY = {MISSING: "absent", DIGEST: "digest", RANGE: "digest", DEADLINE: "timeout"}
+
+Told = Callable[[str, Sequence[int], str], None]
+"""What came of rows: their source ("" is the store), the rows, and why not ("": they came)."""
+
+
+class Part(NamedTuple):
+    """A chunk, or bytes of it, to be brought to ``into``."""
+
+    row: int
+    start: int
+    stop: int
+    into: memoryview
+
+
+class Epoch(NamedTuple):
+    """An epoch in its store, open to be read."""
+
+    backend: PosixBackend
+    segments: Sequence[SegmentRef]
+    table: ChunkTable
+    rows: dict[bytes, int]
+    """The row of each chunk by its digest."""
+
+    @classmethod
+    def open(cls, path: str, key: DecisionKey) -> Epoch:
+        """Open the epoch's manifest; NotFound, IntegrityError, FormatError or StorageError."""
+        backend = PosixBackend.open(path, create=False)
+        try:
+            with backend.reader(EPOCHS, str(key)) as reader:
+                manifest = ManifestReader(reader.read, reader.size, reader.path)
+                segments, table = manifest.segments, manifest.chunks
+        except BaseException:
+            backend.close()
+            raise
+        data = table.digests.tobytes()
+        rows = {data[32 * row : 32 * row + 32]: row for row in range(len(table))}
+        return cls(backend, segments, table, rows)
+
+    def digest(self, row: int) -> bytes:
+        """The name of a chunk."""
+        name: bytes = self.table.digests[row].tobytes()
+        return name
+
+
+class StoreSource:
+    """Reads and verifies whole chunks of an epoch; neighbours in one go."""
+
+    def __init__(self, epoch: Epoch, pool: ThreadPoolExecutor, told: Told) -> None:
+        self._epoch = epoch
+        self._pool = pool
+        self._told = told
+        self._lock = threading.Lock()
+        self._open: dict[int, RandomReader] = {}
+        self._busy: dict[int, int] = {}
+        self._scratch = threading.local()
+        self._closed = False
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Bring whole chunks here."""
+        rows = np.array([part.row for part in parts], np.int64)
+        numbers = np.arange(len(rows))
+        wants = Wants(rows, numbers, np.zeros(len(rows), np.int64), [p.into for p in parts])
+        for job in jobs_of(self._epoch.table, wants):
+            self._pool.submit(self._read, job)
+
+    def _read(self, job: Job) -> None:
+        rows = [piece.row for piece in job.pieces]
+        why, bad = "", set[int]()
+        try:
+            self._use(job.segment, 1)
+            try:
+                bad = {piece.row for piece in do_job(self, job, self._memory(job))}
+            finally:
+                self._use(job.segment, -1)
+        except GroupIOError as error:
+            log.warning("reading for other nodes failed: %s", error.message)
+            why, bad = "storage", set(rows)
+        except Exception:
+            log.exception("reading segment %s failed", self.path(job.segment))
+            why, bad = "storage", set(rows)
+        good = [row for row in rows if row not in bad]
+        if good:
+            self._told("", good, "")
+        if bad:
+            self._told("", sorted(bad), why or "digest")
+
+    def _memory(self, job: Job) -> bytearray:
+        if not job.needs_scratch:
+            return bytearray()
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = bytearray(RUN_BYTES)
+        memory: bytearray = self._scratch.memory
+        return memory
+
+    def _use(self, segment: int, more: int) -> None:
+        with self._lock:
+            self._busy[segment] = self._busy.get(segment, 0) + more
+            if self._busy[segment]:
+                return
+            del self._busy[segment]
+            idle = [number for number in self._open if number not in self._busy]
+            closing = idle if self._closed else idle[: max(len(self._open) - SEGMENTS_OPEN_MAX, 0)]
+            readers = [self._open.pop(number) for number in closing]
+            over = self._closed and not self._open and not self._busy
+        for reader in readers:
+            reader.close()
+        if over:
+            self._epoch.backend.close()
+
+    def reader(self, segment: int) -> RandomReader | None:
+        """The open segment; None when it is not there."""
+        with self._lock:
+            if segment not in self._open:
+                name = self._epoch.segments[segment].name
+                try:
+                    self._open[segment] = self._epoch.backend.reader("segments", name)
+                except IntegrityError:
+                    return None
+            return self._open[segment]
+
+    def path(self, segment: int) -> str:
+        """Where the segment should be."""
+        return f"{self._epoch.backend.path}/segments/{self._epoch.segments[segment].name}"
+
+    def close(self) -> None:
+        """Close the segments and the store, once no thread reads any more."""
+        with self._lock:
+            self._closed = True
+            busy = bool(self._busy)
+            readers = [] if busy else list(self._open.values())
+            if not busy:
+                self._open.clear()
+        for reader in readers:
+            reader.close()
+        if not busy:
+            self._epoch.backend.close()
+
+
+class PeerSource:
+    """Pulls chunks from one node's agent; a few pulls at a time, each of all that waits."""
+
+    def __init__(
+        self, peer: str, epoch: Epoch, job: str, fabric: Fabric, address: str, told: Told
+    ) -> None:
+        """``job`` is the id of the store, which scopes what the peer gives."""
+        self._peer = peer
+        self._epoch = epoch
+        self._job = job
+        self._fabric = fabric
+        self.address = address
+        self._told = told
+        self._lock = threading.Lock()
+        self._waiting: deque[Part] = deque()
+        self._active = 0
+
+    def pull(self, parts: Sequence[Part]) -> None:
+        """Bring these here, in this order."""
+        with self._lock:
+            self._waiting.extend(parts)
+            if self._active == PULLS_MAX:
+                return
+            self._active += 1
+        threading.Thread(target=self._run, name="read-pull", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                parts = list(self._waiting)
+                self._waiting.clear()
+                if not parts:
+                    self._active -= 1
+                    return
+            try:
+                self._pull(parts)
+            except Exception:
+                log.exception("pulling from node %s failed", self._peer)
+                self._told(self._peer, [part.row for part in parts], "lost")
+
+    def _pull(self, parts: Sequence[Part]) -> None:
+        lengths = self._epoch.table.lengths
+        wants = [
+            Want(
+                self._epoch.digest(part.row),
+                part.start,
+                part.stop - part.start,
+                part.into,
+                part.start == 0 and part.stop == int(lengths[part.row]),
+            )
+            for part in parts
+        ]
+
+        def done(index: int, outcome: Outcome) -> None:
+            if outcome.ok:
+                self._told(self._peer, (parts[index].row,), "")
+
+        deadline = time.monotonic() + PULL_S
+        outcomes = self._fabric.pull(
+            self.address, self._job, wants, deadline=deadline, on_done=done
+        )
+        failed: dict[str, list[int]] = {}
+        for part, outcome in zip(parts, outcomes, strict=True):
+            if not outcome.ok:
+                failed.setdefault(_WHY.get(outcome.error, "lost"), []).append(part.row)
+        for why, rows in failed.items():
+            self._told(self._peer, rows, why)

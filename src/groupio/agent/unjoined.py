@@ -1,0 +1,96 @@
+"""Saves of this node that no controller takes up: their members hear why when it is time.
+
+While the controller is looked for, members wait, at most until their deadlines. Where a controller
+is there and does not take this agent, waiting does not help: they are told after a moment in which
+another agent of the same name could end.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from groupio.errors import GroupIOError, GroupTimeout, from_wire, to_wire
+from groupio.protocol import effects as fx
+from groupio.protocol import events as ev
+from groupio.protocol import reasons
+
+if TYPE_CHECKING:
+    from groupio.agent.driver import Driver
+    from groupio.agent.job import Job
+
+LOOK_S = 1.0
+"""So often the saves that wait are looked at."""
+
+GRACE_S = 1.0
+"""A controller that is there tells its members itself that their time is over."""
+
+REFUSED_S = 12.0
+"""A refused agent's members wait so long: until a killed agent's link is known to be dead."""
+
+
+class Unjoined:
+    """The saves of one job that no controller has memory for yet. Runs in the event loop."""
+
+    def __init__(self, driver: Driver, job: Job) -> None:
+        self._driver = driver
+        self._job = job
+        self._why = ""
+        self._refused: GroupIOError | None = None
+        self._refused_at = 0.0
+
+    def note(self, why: str) -> None:
+        """The controller cannot be found or reached, because of this."""
+        self._why = why
+
+    def refused(self, error: GroupIOError) -> None:
+        """A controller is there, and does not take this agent."""
+        if self._refused is None:
+            self._refused_at = time.monotonic()
+        self._refused, self._why = error, error.message
+
+    def over(self) -> None:
+        """The controller took this agent."""
+        self._refused, self._why = None, ""
+
+    def waiting(self) -> list[ev.MemberOpened]:
+        """The saves for which there is no memory of a group here, as of now."""
+        groups = self._driver.machine.groups.values()
+        seats = [lease.seat for group in groups for lease in group.leases.values()]
+        admitted = {(seat.client, seat.save_id) for seat in seats}
+        opens = self._job.opens_now()
+        return [opened for opened in opens if (opened.client, opened.save_id) not in admitted]
+
+    def look(self) -> None:
+        """Tell those whose time is over; only while there is no controller."""
+        now = time.monotonic()
+        refused = self._refused if now - self._refused_at >= REFUSED_S else None
+        for opened in self.waiting():
+            if refused is not None:
+                self.fail(opened, from_wire(to_wire(refused)))
+            elif opened.elapsed_s > opened.deadline_s + GRACE_S:
+                self.fail(opened, self._refused or self._late(opened))
+
+    def drain(self) -> list[ev.MemberFailed]:
+        """The agent takes nothing new: what the controller has to hear of saves that wait."""
+        return [
+            ev.MemberFailed(opened.client, opened.save_id, reasons.draining(opened.epoch))
+            for opened in self.waiting()
+        ]
+
+    def fail(self, opened: ev.MemberOpened, error: GroupIOError) -> None:
+        """The save is over for its member, and for a controller that comes later."""
+        job = self._job
+        assert job.joining is not None
+        job.joining.tell(ev.MemberFailed(opened.client, opened.save_id, error))
+        seat = fx.MemberSeat(opened.rank, opened.client, opened.save_id)
+        self._driver.obey(job, fx.TellFailed(seat, error))
+
+    def _late(self, opened: ev.MemberOpened) -> GroupTimeout:
+        why = f" ({self._why})" if self._why else ""
+        return GroupTimeout(
+            f"Epoch {opened.epoch} was not staged within {opened.deadline_s:g} s: the job's "
+            f"controller could not be reached{why}. Look at the network and at the store, or give "
+            "a longer deadline_s.",
+            epoch=opened.epoch,
+        )

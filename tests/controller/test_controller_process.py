@@ -1,0 +1,140 @@
+"""``groupio controller run`` in processes of its own, with agents that follow it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from controller_help import Running, controller
+from etcd_help import EtcdServer
+
+import groupio as library
+from groupio.cli import main
+
+_RANK = Path(__file__).with_name("controller_rank.py")
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Starts processes: ``start([arguments of Python], VARIABLE=value)``."""
+    running: list[Running] = []
+
+    def begin(command: list[str], **environment: str) -> Running:
+        running.append(Running(command, **environment))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[str]:
+    """A real etcd, as ``--coordinator`` names it."""
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    yield f"etcd://{server.endpoint}"
+    server.kill()
+
+
+def test_agents_follow_a_controller_without_an_agent(
+    start: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = tmp_path / "store"
+    first = start(controller(store, "--job", "alone"))
+    news = first.news()
+    assert news["state"] == "rules"
+    address = news["address"]
+
+    def rank(number: int) -> Running:
+        here = {"GROUPIO_NODE": f"n{number}", "GROUPIO_RUNTIME_DIR": str(tmp_path / f"n{number}")}
+        command = [str(_RANK), str(store), str(number), "2"]
+        return start(command, GROUPIO_CONTROLLER=address, GROUPIO_IDLE_S="1", **here)
+
+    ranks = [rank(0), rank(1)]
+    for one in ranks:
+        one.say("1")
+    assert [one.line() for one in ranks] == ["durable 1", "durable 1"]
+
+    monkeypatch.setenv("GROUPIO_RUNTIME_DIR", str(tmp_path / "n1"))
+    assert main.run(["status", "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)["jobs"]
+    assert (job["controller"], job["term"], job["last_committed"]) == (address, 1, 1)
+    assert [node["node"] for node in job["nodes"]] == ["n0", "n1"]
+    assert job["saved"]["bytes_deduplicated"] >= 400_000
+
+    # It dies; its agents come back to the one that is started at its place.
+    first.process.kill()
+    first.process.wait()
+    second = start(controller(store, "--listen", address.removeprefix("tcp://")))
+    assert "term 2" in second.news()["detail"]
+    for one in ranks:
+        one.say("2")
+    assert [one.line() for one in ranks] == ["durable 2", "durable 2"]
+    for one in ranks:
+        assert one.process.stdin is not None
+        one.process.stdin.close()
+        assert one.process.wait(60) == 0
+    assert second.end(signal.SIGTERM)[0] == 0
+    with library.connect(store, rank=0, world_size=1) as client:
+        assert [info.epoch for info in client.epochs()] == [1, 2]
+    for name in ("n0", "n1"):
+        monkeypatch.setenv("GROUPIO_RUNTIME_DIR", str(tmp_path / name))
+        assert main.run(["agent", "stop"]) == 0
+
+
+def test_the_second_one_ends_at_once_and_says_who_rules(start: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first = start(controller(store))
+    address = first.news()["address"]
+    second = start(controller(store))
+    _, err = second.process.communicate(timeout=60)
+    assert second.process.returncode == 1
+    assert address in err
+    assert "--coordinator etcd://" in err
+    assert first.end(signal.SIGINT)[0] == 0
+    # It gave its rule up, so the next one has nothing to wait for.
+    third = start(controller(store))
+    assert third.news()["state"] == "rules"
+    assert third.end(signal.SIGTERM)[0] == 0
+
+
+def test_one_that_was_paused_too_long_ends(start: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first = start(controller(store))
+    first.news()
+    first.process.send_signal(signal.SIGSTOP)
+    second = start(controller(store))
+    assert "term 2" in second.news()["detail"]
+    code, err = first.end(signal.SIGCONT)
+    assert code == 1
+    assert "the rule over" in err
+    assert "term 2 is in the store" in err
+    assert second.end(signal.SIGTERM)[0] == 0
+
+
+def test_with_etcd_the_second_one_stands_by(start: Any, tmp_path: Path, etcd: str) -> None:
+    store = tmp_path / "store"
+    first = start(controller(store, "--coordinator", etcd))
+    assert first.news()["state"] == "rules"
+    second = start(controller(store, "--coordinator", etcd))
+    assert second.news()["state"] == "stands by"
+    third = start(controller(store, "--coordinator", etcd))
+    assert third.news()["state"] == "stands by"
+    assert third.end(signal.SIGTERM)[0] == 0
+
+    began = time.monotonic()
+    first.process.kill()
+    news = second.news()
+    assert news["state"] == "rules"
+    assert time.monotonic() - began < 15  # the lease of 5 s, and some time on a busy machine
+    assert second.end(signal.SIGTERM)[0] == 0
