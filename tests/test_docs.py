@@ -90,7 +90,9 @@ def test_every_command_and_option_is_documented(capsys: pytest.CaptureFixture[st
         assert main.run([*words, "--help"]) == 0
         options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
         assert "--json" in options
-        usage = next(line for line in text.splitlines() if line.startswith(f"groupio {words[0]}"))
+        found = re.search(rf"^groupio {words[0]} .*(?:\n(?: |groupio {words[0]} ).*)*", text, re.M)
+        assert found is not None, words
+        usage = found.group()
         for option in options - {"--json"}:
             assert option in usage, f"{' '.join(words)} {option}"
         assert f"groupio/{'-'.join(words)}/1" in text

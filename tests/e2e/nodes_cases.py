@@ -40,7 +40,7 @@ def lose_at(
 
     Returns what the other ranks were told, the cluster, the lost node, and seconds until then.
     """
-    cluster = make(3, hurry=hurry, replicas=str(replicas)).up()
+    cluster = make(3, hurry=hurry, equal_links=True, replicas=str(replicas)).up()
     ranks = cluster.connect()
     assert committed(save(ranks, 1))
     lost = cluster.ruler if ruler else cluster.others[0]

@@ -34,7 +34,7 @@ def test_places_are_those_that_make_a_difference() -> None:
 
 
 def test_many_single_faults() -> None:
-    walk = run(1, every=4)
+    walk = run(1, every=6)
     assert walk.bad == []
     assert walk.points > 80
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 5.0
 """Without a controller for so long the store is read without the other nodes."""
 
-LINGER_S = 3.0
+LINGER_S = 10.0
 """What was read stays for others so long after the last use."""
 
 TICK_S = 0.5

@@ -25,7 +25,7 @@ GROUP = ("open", "plan", "last_hashed", "plan_begun", "planned", "orders_sent")
 MEMBER = ("ready", "opened", "granted")
 """Columns of a member: about to open its save, told its agent, has its memory."""
 
-NODE = ("start_copy", "copied", "held", "complete", "hashed", "ordered", "cpu_start", "cpu_end")
+NODE = ("start_copy", "held", "complete", "hashed", "ordered", "cpu_start", "cpu_end")
 """Columns of an agent: told to let members copy, all chunks named and waiting for the start,
 released, its report made, its order taken, and its CPU seconds at the start and with the order."""
 

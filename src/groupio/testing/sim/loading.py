@@ -15,7 +15,7 @@ import numpy as np
 from groupio.model import DecisionKey
 from groupio.protocol import reading_messages as rm
 from groupio.testing.sim.engine import Violated
-from groupio.testing.sim.reading import Asks, Pieces, Read, Took, load_of
+from groupio.testing.sim.reading import Asks, Pieces, Read, Took
 
 if TYPE_CHECKING:
     from groupio.testing.sim.ranks import Rank
@@ -146,6 +146,24 @@ class Loading:
     def __bool__(self) -> bool:
         """A load is under way."""
         return self.load is not None
+
+
+def load_of(rank: Rank, manifest: Any, *, parts: bool) -> dict[int, tuple[int, int]]:
+    """What a rank loads of an epoch: rows of the table, and the bytes of each.
+
+    Its own items; with another world size those of the member in its place, or a part of them.
+    """
+    members = {member.rank: member for member in manifest.members}
+    member = members.get(rank.rank)
+    if member is None or parts:
+        member = members[rank.rank * len(members) // rank.launch.world % len(members)]
+    spans = {}
+    for row in np.unique(member.refs).tolist():
+        length = int(manifest.chunks.lengths[row])
+        half = length // 2
+        cut = (0, half) if rank.rank % 2 else (half, length)
+        spans[row] = cut if parts and half else (0, length)
+    return spans
 
 
 def newest(sim: Sim) -> DecisionKey | None:

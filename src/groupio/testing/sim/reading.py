@@ -25,7 +25,6 @@ from groupio.testing.sim.store import Commit, Procedure, Segment
 
 if TYPE_CHECKING:
     from groupio.testing.sim.node import Node
-    from groupio.testing.sim.ranks import Rank
 
 PULL_S = 6.0
 """A pull without an answer fails after so long; the server gives up a little later."""
@@ -495,21 +494,3 @@ class Reads:
                 return None
             read = self.open[key] = Read(self, key, file.content)
         return read
-
-
-def load_of(rank: Rank, manifest: Any, *, parts: bool) -> dict[int, tuple[int, int]]:
-    """What a rank loads of an epoch: rows of the table, and the bytes of each.
-
-    Its own items; with another world size those of the member in its place, or a part of them.
-    """
-    members = {member.rank: member for member in manifest.members}
-    member = members.get(rank.rank)
-    if member is None or parts:
-        member = members[rank.rank * len(members) // rank.launch.world % len(members)]
-    spans = {}
-    for row in np.unique(member.refs).tolist():
-        length = int(manifest.chunks.lengths[row])
-        half = length // 2
-        cut = (0, half) if rank.rank % 2 else (half, length)
-        spans[row] = cut if parts and half else (0, length)
-    return spans
