@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,14 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before")
     settings = Settings(runtime_dir=str(folder / "run"), memory_bytes=256 * MIB, idle_s=0.2)
     (folder / "run").mkdir(mode=0o700)
-    with contextlib.ExitStack() as stack:
-        handles = [
-            stack.enter_context(
-                groupio.connect(
-                    folder / "store", rank=rank, world_size=3, controller="local", settings=settings
-                )
-            ).save(items_of(items(rank)), epoch=1)
-            for rank in range(3)
-        ]
-        for handle in handles:
-            handle.wait("durable", timeout_s=60)
+
+    def save(rank: int) -> None:
+        place: dict[str, Any] = {"rank": rank, "world_size": 3, "controller": "local"}
+        with groupio.connect(folder / "store", settings=settings, **place) as client:
+            client.save(items_of(items(rank)), epoch=1).wait("durable", timeout_s=40)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(save, range(3)))
     return folder / "store"
 
 

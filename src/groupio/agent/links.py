@@ -31,6 +31,9 @@ CHANGE_MIN = 0.25
 """Plans hear of a rate only when it changed by so much: each change ends the plan cache's use."""
 
 PROBE_BYTES = 1 << 20
+PROBES_MAX = 12
+"""A peer that did not answer for so many probes is gone: that says nothing of the fabric."""
+
 PROBE_S = 5.0
 """A fabric that failed is tried again after so long."""
 
@@ -78,6 +81,8 @@ class Links:
         """A pull from the peer at ``address`` ended."""
         broken = any(outcome.error in (LOST, DEADLINE) for outcome in outcomes)
         if not broken:
+            if any(outcome.ok for outcome in outcomes):
+                self._works()
             self._sample(1, sum(outcome.bytes for outcome in outcomes), seconds)
             return
         with self._lock:
@@ -93,7 +98,10 @@ class Links:
         self._closed.set()
 
     def _probe(self, address: str, job: str) -> None:
-        while not self._closed.wait(PROBE_S):
+        """Try the peer until it answers, another one did, or it is given up as gone."""
+        for _ in range(PROBES_MAX):
+            if self._closed.wait(PROBE_S) or self._fabric_ok:
+                return
             try:
                 self._engine.probe(address, job, PROBE_BYTES, time.monotonic() + PROBE_S)
             except FabricFailed as error:
@@ -101,11 +109,17 @@ class Links:
                     return
                 log.info("the fabric to %s still does not work: %s", address, error)
                 continue
-            with self._lock:
-                self._fabric_ok = True
-            log.warning("the fabric to %s works again", address)
-            self._tell()
-            return
+            break
+        self._works()
+
+    def _works(self) -> None:
+        """Bytes came over the fabric, or the peer that none came from is gone."""
+        with self._lock:
+            if self._fabric_ok:
+                return
+            self._fabric_ok = True
+        log.warning("the fabric is used again")
+        self._tell()
 
     def _sample(self, which: int, nbytes: int, seconds: float) -> None:
         if nbytes < SAMPLE_BYTES_MIN or seconds <= 0:

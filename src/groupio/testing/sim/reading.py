@@ -228,7 +228,9 @@ class Read:
             case rm.Serve(ticket=ticket, row=row):
                 self._serve(ticket, row)
             case rm.Refuse(ticket=ticket):
-                self._answer(self.tickets.pop(ticket), None)
+                flight = self.tickets.pop(ticket, None)
+                if flight is not None:
+                    self._answer(flight, None)
             case rm.Release(rows=rows):
                 self._release(rows)
             case rm.Keep(rows=rows):
