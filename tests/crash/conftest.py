@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from loopdev import KINDS, LoopDisk, make_image, workplace
 def _end_to_end() -> ModuleType:
     """The helpers of the end-to-end tests: ranks and agents as processes of their own."""
     path = Path(__file__).parents[1] / "e2e" / "conftest.py"
+    sys.path.insert(0, str(path.parent))  # its own helpers lie beside it
     spec = importlib.util.spec_from_file_location("end_to_end_helpers", path)
     assert spec is not None
     assert spec.loader is not None

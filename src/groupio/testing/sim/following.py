@@ -133,6 +133,15 @@ class Follower:
             return mine
         return (yield from self._look())
 
+    def watch(self) -> None:
+        """Look whether there is a newer rule than the one that is followed."""
+        if self.process.alive and not (self.seeking or self.sim.options.local):
+            self.node.steps.start(self._look(), self._seen)
+
+    def _seen(self, rule: Rule | None, error: GroupIOError | None) -> None:
+        if rule is not None and not self.seeking:
+            self.hear(rule)
+
     def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
         if error is not None:
             self.feed(fo.CoordinatorFailed(error))

@@ -238,8 +238,9 @@ class Trouble:
 
     def _power_off_one(self, hosts: set[str]) -> None:
         """A node with something to lose loses its power; when there is none, wait for one."""
-        nodes = [node for node in self.sim.nodes.values() if node.up and node.name in hosts]
-        if nodes:
+        sim = self.sim
+        nodes = [node for node in sim.nodes.values() if node.up and node.name in hosts]
+        if nodes and (sim.steps() != ["idle"] or sim.rng.random() < 0.02):
             self.power_off(self.sim.rng.choice(nodes), self._later(1, 60))
         else:
             self.sim.engine.next_chaos = self.sim.engine.events + 5

@@ -214,7 +214,9 @@ class Sim:
         options = self.options
         if self.engine.now < self.away_until and step in STRIKES:
             return "unavailable"
-        if self.healed or not options.store_rate or self.rng.random() >= options.store_rate:
+        # Folders are listed rarely: what can strike there strikes more often.
+        rate = options.store_rate * (4 if step == "list" else 1)
+        if self.healed or not rate or self.rng.random() >= rate:
             return ""
         row = options.pick(self.rng, STRIKES.get(step, ()))
         if row:
@@ -233,10 +235,13 @@ class Sim:
         return row
 
     def sample(self) -> None:
-        """The sizes at the edge are in force in the present steps."""
+        """The sizes at the edge are in force in the present steps, and what else goes on there."""
         if self._buggify and self.engine.events % 4 == 0 and not self.healed:
             for row in self._buggify:
                 self.cells.hit(row, self.steps())
+        if "stale_list" in self.options.rows and not self.healed and self.rng.random() < 0.02:
+            # Agents look from time to time whether somebody else rules.
+            self.rng.choice(list(self.nodes.values())).follower.watch()
 
     # -- the job -------------------------------------------------
 
