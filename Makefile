@@ -59,10 +59,11 @@ demo: $(VENV)/.torch-installed
 # The crash tests use strace and make ext4 and xfs images on loop devices.
 tools:
 	@missing=""; \
-	for pair in strace:strace mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs losetup:mount; do \
+	for pair in strace:strace mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs losetup:mount ip:iproute2; do \
 	    PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null \
 	        || missing="$$missing $${pair##*:}"; \
 	done; \
+	/sbin/ldconfig -p | grep -q libibverbs.so.1 || missing="$$missing libibverbs1"; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq; \

@@ -129,7 +129,7 @@ def test_what_is_wrong_with_the_call_is_one_line_and_exit_code_2(
 def test_help_and_version(groupio: Command) -> None:
     assert groupio("--version").out.startswith("groupio ")
     assert "verify" in groupio().out
-    assert "drain" in groupio("agent").out
+    assert "drain" in groupio("agent", "--help").out
     for command in ("ls", "show", "verify", "export", "status", "doctor"):
         done = groupio(command, "--help")
         assert done.code == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,15 @@ KEY = "L00000001-E00000000000000000001-A000000"
 LENGTHS = np.array([100, 200, 300], np.int32)
 NOTHING = np.empty(0, np.int32)
 ALL = np.arange(3, dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Log lines are seen although an agent's log was set up in this process before."""
+    logger = logging.getLogger("groupio.controller.swarms")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
 
 
 class Job:

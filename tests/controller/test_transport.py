@@ -156,7 +156,9 @@ def test_a_broken_connection_comes_back_and_nothing_is_lost_or_doubled() -> None
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("deaf", [{"server"}, {"client"}, {"server", "client"}], ids=["server", "client", "both"])
+@pytest.mark.parametrize(
+    "deaf", [{"server"}, {"client"}, {"server", "client"}], ids=["server", "client", "both"]
+)
 def test_a_cut_in_any_direction_ends_both_sides(deaf: set[str]) -> None:
     async def main() -> None:
         async with Pair() as pair, Proxy(pair.server.address) as proxy:

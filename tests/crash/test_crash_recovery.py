@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,11 +76,12 @@ def test_a_commit_does_not_forget_which_chunks_were_found_damaged(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, learned, known = begin(store, 5), [], store.known
-    store._prepared[key] = "its manifest"  # type: ignore[assignment]
+    header = SimpleNamespace(bytes_logical=1, bytes_stored=1)
+    store._prepared[key] = manifest = SimpleNamespace(header=header)  # type: ignore[assignment]
     monkeypatch.setattr(type(store.backend), "commit_prepared", lambda *_: True)
     monkeypatch.setattr(type(known), "add_epoch", lambda _, manifest: learned.append(manifest))
     assert store.decide(fx.Decide(1, key, True, 1)) == (True, True)
-    assert learned == ["its manifest"]
+    assert learned == [manifest]
     assert store.known is known, "the damaged chunks are noted in it"
 
 

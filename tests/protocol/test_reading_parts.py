@@ -104,13 +104,15 @@ def test_damage_of_the_whole_leaves_a_part_that_is_being_copied() -> None:
     assert kinds(reader.handle(wants("b", {0: (5, 9)}))) == ["NodeAsks"]
 
 
-def test_an_order_for_a_part_that_is_here_changes_nothing() -> None:
+def test_an_order_for_a_part_that_is_here_is_answered() -> None:
     reader = reader_of()
     reader.handle(wants("a", {0: (0, 3)}))
     reader.handle(assign((0,), 1))
     reader.handle(rm.Arrived("n1", (0,)))
     reader.handle(rm.ClientTook("a", 1, (0,)))
-    assert reader.handle(assign((0,), 2)) == []
+    (told,) = reader.handle(assign((0,), 2))
+    assert isinstance(told.message, rm.NodeHas)
+    assert (told.message.rows.tolist(), told.message.parts.tolist()) == ([], [0])
     assert reader.idle
 
 

@@ -142,13 +142,15 @@ class Controller(AgentsOfJob):
             return self.open_store(create=True)
         self.missed.refused(self.waiting.opens, error)
         effects: list[fx.Effect] = []
+        patient: list[Group] = []
         if reasons.is_away(error):
             # What nodes hold of sealed groups is not given up because of time alone.
             patient = [g for g in stuck if g.storing is not None]
             stuck = [g for g in stuck if g.storing is None]
-            if patient or self.resume.held:
-                self._store_away = True
-                effects.append(fx.StartTimer(REOPEN_TIMER, REOPEN_S))
+        if patient or self.resume.held:
+            # Of held groups nobody is told anything before the store is open, whatever its error.
+            self._store_away = True
+            effects.append(fx.StartTimer(REOPEN_TIMER, REOPEN_S))
         effects += self.waiting.refuse(lambda _: error)
         return effects + self._give_up(stuck, lambda _: error)
 

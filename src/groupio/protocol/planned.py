@@ -117,6 +117,8 @@ class PlannedGroup(GroupState):
             return []
         if event.error is not None:
             return self.fail(event.error)
+        if self._failed_nodes:
+            return self._next_round()  # the plan counts on orders that failed meanwhile
         effects: list[fx.Effect] = list(storing.take_plan(event.plan, self.table))
         return effects + self._unreachable() + self._maybe_replicated()
 
@@ -141,6 +143,8 @@ class PlannedGroup(GroupState):
 
     def _next_round(self) -> list[fx.Effect]:
         assert self.storing is not None
+        self.storing.replan(self._failed_nodes)
+        self._failed_nodes = set()
         plan = self.storing.next_round(self.table)
         if isinstance(plan, GroupIOError):
             return self.fail(plan)

@@ -196,18 +196,26 @@ class NodeReader:
             ahead = event.store_bytes_per_s * STORE_AHEAD_S
             self._pulls.store_bytes = int(min(self._store_bytes, ahead))
         np.add.at(self._serves, event.rows, event.serves)
-        here, kept = [], []
+        here, kept, done, parts = [], [], [], []
         for row, source in zip(event.rows.tolist(), event.sources.tolist(), strict=True):
+            if source >= STORAGE and self._here[row]:
+                done.append(row)
             if source >= STORAGE and not self._here[row]:
                 if self._part[row, 1] and not self._want[row, 1] and self._serves[row] <= 0:
-                    continue  # the part was here before the order
+                    parts.append(row)  # the part was here before the order
+                    continue
                 self._want_for_others(row, source)
                 self._pulls.assign(row, event.names[source] if source >= 0 else "")
             elif self._here[row]:
                 here.append(row)
                 if self._serves[row] > 0 and self._pulls.hold(row, int(self._lengths[row])):
                     kept.append(row)
-        return ([rm.Keep(tuple(kept))] if kept else []) + self._let_go(here)
+        effects: list[Any] = [rm.Keep(tuple(kept))] if kept else []
+        if done or parts:
+            # The swarm counts on each order: it has to hear which are not carried out.
+            rows = (np.array(done, np.int32), np.array(parts, np.int32))
+            effects.append(rm.Tell(rm.NodeHas(self.key, self.node, *rows)))
+        return effects + self._let_go(here)
 
     def _want_for_others(self, row: int, source: int) -> None:
         # The store gives whole chunks only, and so do those that serve.

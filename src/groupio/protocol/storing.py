@@ -238,6 +238,16 @@ class Storing:
         self._shunned.update(event.asked)
         return True
 
+    def replan(self, nodes: Iterable[str]) -> None:
+        """These nodes failed at their orders: the next plan gives out anew what was in them.
+
+        A node that is told of a later round answers for all rounds up to it, and those that it
+        failed at would count as done.
+        """
+        for node in nodes:
+            self._orders.pop(node, None)
+            self._keeps.pop(node, None)
+
     def lose(self, node: str) -> None:
         """A node is gone."""
         self.holders.discard(node)

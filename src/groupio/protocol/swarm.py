@@ -76,7 +76,10 @@ class Swarm:
             case rm.NodeHas(rows=rows, parts=parts):
                 self._book.has[node, rows] = True
                 self._book.settle(node, rows)
-                self._book.settle(node, parts[self._book.asked[node, parts] == ASK_PART])
+                # A node that passes a chunk on gets the whole of it, whatever part it had.
+                passes_on = (self._book.source[:, parts] == node).any(axis=0)
+                part_only = self._book.asked[node, parts] == ASK_PART
+                self._book.settle(node, parts[part_only | ~passes_on])
                 return []
             case rm.NodeDrops(rows=rows):
                 self._book.has[node, rows] = False
@@ -334,6 +337,8 @@ class Swarm:
         orphans = np.zeros((len(book.names), len(rows)), np.bool_)
         orphans[node] = True
         others = (book.givers(rows, orphans) & ~book.avoids[node][:, None]).any(axis=0)
+        # Who may not use the fabric would be sent to the store again, for ever.
+        others &= book.links[node].fabric_ok and not book.lying[node]
         effects = self._resource(node, rows[others])
         able = np.array([link.fabric_ok for link in book.links]) & book.alive & ~book.lying
         able &= ~book.avoids[node]

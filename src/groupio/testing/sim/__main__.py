@@ -20,9 +20,17 @@ from groupio.testing.sim.world import Result
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for."""
-    given = _parse(argv)
+    logger = logging.getLogger("groupio")
+    before = logger.level
     # What the real drivers log about simulated faults is no news.
-    logging.getLogger("groupio").setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL)
+    try:
+        return _run(_parse(argv))
+    finally:
+        logger.setLevel(before)
+
+
+def _run(given: argparse.Namespace) -> int:
     removed = frozenset(given.without)
     if given.exhaustive:
         return _exhaustive(given)

@@ -63,6 +63,12 @@ class Oracle:
             if isinstance(file.content, Commit):
                 raise Violated(7, f"{key} begins after attempt {attempt} is committed")
 
+    def taken(self, key: DecisionKey) -> None:
+        """A group chose an attempt that is another's: a stale listing did not show it."""
+        self.seats.pop(key, None)
+        self.lives.pop(key, None)
+        self.group_of.pop(key, None)
+
     def dropping(self, key: DecisionKey) -> None:
         """The segments of an attempt are given up on a full disk."""
         file = self.sim.disk.get("epochs", str(key))
@@ -174,6 +180,9 @@ class Oracle:
         if save is None or save.key is None:
             return
         self.levels += 1
+        mine = self.seats.get(save.key, {}).get(save.member.rank)
+        if mine != (seat.client, seat.save_id) and effect.level is not Level.DURABLE:
+            return  # the epoch stands already: what these members have is only compared with it
         if effect.level is Level.STAGED:
             self._staged(save.key)
         elif effect.level is Level.REPLICATED:

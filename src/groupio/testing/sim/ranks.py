@@ -78,6 +78,8 @@ class Rank:
         self.told_at = 0.0
         self.loading = Loading(self)
         self._began = False
+        self._agent = 0
+        """The life of the agent to which it is connected."""
         self._gave_up: list[int] = []
         self._repeat = 0
         self._save_ids = 0
@@ -101,6 +103,7 @@ class Rank:
             return
         self.name = self.sim.new_name(self)
         self.connected = True
+        self._agent = self.node.lives
         gave_up, self._gave_up = tuple(self._gave_up), []
         self.send(
             ev.ClientArrived(
@@ -263,6 +266,8 @@ class Rank:
         if self.copying is not grant:
             return
         self.copying = None
+        if self.node.lives != self._agent:
+            return  # it wrote to memory of an agent that is gone, and will soon hear of that
         save = self.saves[grant.save_id]
         wave = grant.wave
         self.node.written(self, grant, save.member.chunks[wave.chunk_lo : wave.chunk_hi])

@@ -20,7 +20,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from groupio.testing.sim.engine import Process
-from groupio.testing.sim.faults import Options
+from groupio.testing.sim.faults import PROCESSES, Options
 from groupio.testing.sim.runner import guarded
 from groupio.testing.sim.world import Sim
 
@@ -64,6 +64,7 @@ def options() -> Options:
         train_s=0.01,
         deadline_s=30.0,
         budget=64 << 20,
+        rows=frozenset(PROCESSES),
     )
 
 
