@@ -36,7 +36,8 @@ class NodeReader:
     """The machine of one read on one node; ``handle`` takes what happens, returns what to do.
 
     Effects are to be executed in order. ``held_bytes`` is memory that the read occupies now:
-    chunks on their way, for clients that copy, and for peers; at most ``hold_bytes``, or one chunk.
+    chunks on their way, for clients that copy, and for peers. Nothing new is fetched beyond
+    ``hold_bytes``, or one chunk; chunks that were here already and are wanted again come on top.
     """
 
     def __init__(

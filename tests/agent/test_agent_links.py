@@ -1,0 +1,121 @@
+"""What plans hear of a node's links."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from groupio.agent import links as module
+from groupio.agent.links import Links
+from groupio.fabric.base import LOST, MISSING, Fabric, FabricFailed, Outcome
+from groupio.model import NodeLink
+
+MIB = 1 << 20
+GOOD = Outcome(True, "", 8 * MIB)
+BROKEN = Outcome(False, LOST, 0)
+
+
+class Engine:
+    """A fabric whose probes fail until they are allowed."""
+
+    def __init__(self) -> None:
+        self.works = threading.Event()
+        self.probed = threading.Semaphore(0)
+
+    def probe(self, address: str, job: str, nbytes: int, deadline: float) -> float:
+        self.probed.release()
+        if not self.works.is_set():
+            raise FabricFailed("nobody answers", LOST)
+        return 1e9
+
+
+class Told:
+    """The links under test, and what they said."""
+
+    def __init__(self, pool: ThreadPoolExecutor, **rates: float | None) -> None:
+        self.engine = Engine()
+        self.heard: list[NodeLink] = []
+        self.news = threading.Semaphore(0)
+        given: dict[str, Any] = {"uplink": None, "fabric": None, **rates}
+        self.links = Links(
+            "n0", "rack", **given, engine=cast(Fabric, self.engine), pool=pool, changed=self.hear
+        )
+
+    def hear(self, link: NodeLink) -> None:
+        self.heard.append(link)
+        self.news.release()
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setattr(module, "PROBE_S", 0.01)
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def test_rates_are_measured_rounded_and_told_when_they_change(pool: ThreadPoolExecutor) -> None:
+    told = Told(pool)
+    assert told.links.link == NodeLink("n0", 1e9, 1e9, "rack")
+    told.links.wrote(1 * MIB, 1e-6)
+    assert told.heard == [], "too little to say anything"
+    told.links.wrote(200 * MIB, 1.0)
+    assert told.links.link.uplink_bytes_per_s == 2.1e8
+    told.links.wrote(190 * MIB, 1.0)
+    assert len(told.heard) == 1, "the best of the last ones is the same"
+    told.links.pulled("tcp://n1:1", "job", [GOOD], 0.002)
+    assert told.heard[-1].fabric_bytes_per_s == 4.2e9
+    for _ in range(module.SAMPLES):
+        told.links.wrote(50 * MIB, 1.0)
+    assert told.links.link.uplink_bytes_per_s == 5.2e7
+
+
+def test_a_given_rate_is_the_limit(pool: ThreadPoolExecutor) -> None:
+    told = Told(pool, uplink=1e8, fabric=5e9)
+    told.links.wrote(200 * MIB, 1.0)
+    assert told.links.link.uplink_bytes_per_s == 1e8
+    told.links.pulled("tcp://n1:1", "job", [GOOD], 0.01)
+    assert told.links.link.fabric_bytes_per_s == 8.4e8, "the free share, not the port's rate"
+
+
+def test_a_broken_fabric_is_left_out_until_a_probe_gets_through(pool: ThreadPoolExecutor) -> None:
+    told = Told(pool)
+    told.links.pulled("tcp://n1:1", "job", [Outcome(False, MISSING, 0)], 0.1)
+    assert told.links.link.fabric_ok, "a chunk that is not there says nothing of the fabric"
+    told.links.pulled("tcp://n1:1", "job", [GOOD, BROKEN], 0.1)
+    assert not told.heard[-1].fabric_ok
+    assert told.engine.probed.acquire(timeout=30)
+    told.engine.works.set()
+    for _ in range(2):
+        assert told.news.acquire(timeout=30)
+    assert told.links.link.fabric_ok
+
+
+def test_another_peer_shows_that_the_fabric_works(pool: ThreadPoolExecutor) -> None:
+    told = Told(pool)
+    told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
+    assert not told.links.link.fabric_ok
+    told.links.pulled("tcp://n2:1", "job", [Outcome(True, "", 10)], 0.1)
+    assert told.links.link.fabric_ok
+
+
+def test_a_peer_that_is_gone_is_given_up(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBES_MAX", 2)
+    told = Told(pool)
+    told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
+    for _ in range(2):
+        assert told.news.acquire(timeout=30)
+    assert told.links.link.fabric_ok
+
+
+def test_no_probe_after_the_end(pool: ThreadPoolExecutor) -> None:
+    told = Told(pool)
+    told.links.close()
+    told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
+    assert told.links.link.fabric_ok
+    assert not told.engine.probed.acquire(timeout=0.1)
