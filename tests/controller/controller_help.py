@@ -37,6 +37,13 @@ class Running:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
     def end(self, number: int) -> tuple[int, str]:
         self.process.send_signal(number)
         _, err = self.process.communicate(timeout=60)

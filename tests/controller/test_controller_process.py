@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from controller_help import Running, controller
-from etcd_help import EtcdServer
 
 import groupio as library
 from groupio.cli import main
 
 _RANK = Path(__file__).with_name("controller_rank.py")
-
-
-@pytest.fixture
-def start() -> Iterator[Any]:
-    """Starts processes: ``start([arguments of Python], VARIABLE=value)``."""
-    running: list[Running] = []
-
-    def begin(command: list[str], **environment: str) -> Running:
-        running.append(Running(command, **environment))
-        return running[-1]
-
-    yield begin
-    for one in running:
-        one.process.kill()
-        one.process.communicate()
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[str]:
-    """A real etcd, as ``--coordinator`` names it."""
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield f"etcd://{server.endpoint}"
-    server.kill()
 
 
 def test_agents_follow_a_controller_without_an_agent(
@@ -119,22 +92,4 @@ def test_one_that_was_paused_too_long_ends(start: Any, tmp_path: Path) -> None:
     assert code == 1
     assert "the rule over" in err
     assert "term 2 is in the store" in err
-    assert second.end(signal.SIGTERM)[0] == 0
-
-
-def test_with_etcd_the_second_one_stands_by(start: Any, tmp_path: Path, etcd: str) -> None:
-    store = tmp_path / "store"
-    first = start(controller(store, "--coordinator", etcd))
-    assert first.news()["state"] == "rules"
-    second = start(controller(store, "--coordinator", etcd))
-    assert second.news()["state"] == "stands by"
-    third = start(controller(store, "--coordinator", etcd))
-    assert third.news()["state"] == "stands by"
-    assert third.end(signal.SIGTERM)[0] == 0
-
-    began = time.monotonic()
-    first.process.kill()
-    news = second.news()
-    assert news["state"] == "rules"
-    assert time.monotonic() - began < 15  # the lease of 5 s, and some time on a busy machine
     assert second.end(signal.SIGTERM)[0] == 0
