@@ -79,17 +79,3 @@ def test_the_second_one_ends_at_once_and_says_who_rules(start: Any, tmp_path: Pa
     third = start(controller(store))
     assert third.news()["state"] == "rules"
     assert third.end(signal.SIGTERM)[0] == 0
-
-
-def test_one_that_was_paused_too_long_ends(start: Any, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    first = start(controller(store))
-    first.news()
-    first.process.send_signal(signal.SIGSTOP)
-    second = start(controller(store))
-    assert "term 2" in second.news()["detail"]
-    code, err = first.end(signal.SIGCONT)
-    assert code == 1
-    assert "the rule over" in err
-    assert "term 2 is in the store" in err
-    assert second.end(signal.SIGTERM)[0] == 0

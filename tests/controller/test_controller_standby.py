@@ -1,4 +1,4 @@
-"""Two processes of ``groupio controller run`` with a real etcd: one rules, the other stands by."""
+"""One of two processes of ``groupio controller run`` takes over from the other."""
 
 from __future__ import annotations
 
@@ -37,4 +37,18 @@ def test_with_etcd_the_second_one_stands_by(start: Any, tmp_path: Path, etcd: st
     news = second.news()
     assert news["state"] == "rules"
     assert time.monotonic() - began < 15  # the lease of 5 s, and some time on a busy machine
+    assert second.end(signal.SIGTERM)[0] == 0
+
+
+def test_one_that_was_paused_too_long_ends(start: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first = start(controller(store))
+    first.news()
+    first.process.send_signal(signal.SIGSTOP)
+    second = start(controller(store))
+    assert "term 2" in second.news()["detail"]
+    code, err = first.end(signal.SIGCONT)
+    assert code == 1
+    assert "the rule over" in err
+    assert "term 2 is in the store" in err
     assert second.end(signal.SIGTERM)[0] == 0

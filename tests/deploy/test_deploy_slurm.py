@@ -73,7 +73,10 @@ def test_a_batch_job_saves_through_its_own_agent(
         assert [info.epoch for info in client.epochs()] == [1]
 
 
-def test_the_job_fails_with_its_training(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_job_fails_with_its_training(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUPIO_RUNTIME_DIR", str(tmp_path / "agent"))
     code, out = submit(slurm, tmp_path, "bash", "-c", "exit 7")
     assert code == "7:0", out
     assert "the agent has ended" in out
