@@ -119,3 +119,50 @@ def test_memory_that_is_gone_is_not_served() -> None:
     places = memory.places(0)
     holdings.hold(1, SCOPE, places._replace(arenas=np.full(1, 3, np.int64)))
     assert served(holdings, memory.names[0]) == b""
+
+
+def test_what_comes_in_many_pieces_is_looked_up_in_few() -> None:
+    memory = Memory(300)
+    holdings = Holdings(memory.view)
+    for number in range(0, 300, 2):
+        holdings.hold(1, SCOPE, memory.places(number, number + 1))
+        if number == 100:
+            assert served(holdings, memory.names[50]) == memory.bytes[50 * SIZE : 51 * SIZE]
+            holdings.drop(1, 60 * SIZE, 1)
+    holdings.hold(2, SCOPE, memory.places(0))
+    holdings.hold(1, "6" * 32, memory.places(1))
+    assert len(holdings._holdings) < 12
+    names = np.frombuffer(b"".join(memory.names), np.uint8).reshape(-1, 32)
+    assert np.flatnonzero(~holdings.has(SCOPE, names)).tolist() == [60]
+    holdings.release(1)
+    assert np.flatnonzero(holdings.has(SCOPE, names)).tolist() == [0]
+    holdings.settle(2)
+    holdings.hold(2, SCOPE, memory.places(1))
+    holdings.release(2)
+    assert np.flatnonzero(holdings.has(SCOPE, names)).tolist() == [0], "only that was committed"
+
+
+def test_expected_by_two_fetches_until_both_are_over() -> None:
+    memory = Memory(1)
+    holdings = Holdings(memory.view)
+    names = memory.places(0).digests
+    for _ in range(2):
+        holdings.expect(SCOPE, names)
+    holdings.expect_no_more(SCOPE, names)
+    assert holdings.expects(SCOPE, memory.names[0])
+    assert not holdings.expects("6" * 32, memory.names[0])
+    holdings.expect_no_more(SCOPE, names)
+    assert not holdings.expects(SCOPE, memory.names[0])
+    holdings.hold(1, SCOPE, memory.places(0))
+    assert holdings.expects(SCOPE, memory.names[0])
+
+
+def test_a_chunk_is_copied_to_memory_of_its_size_only() -> None:
+    memory = Memory(1)
+    holdings = Holdings(memory.view)
+    holdings.hold(1, SCOPE, memory.places(0))
+    into = memoryview(bytearray(SIZE))
+    assert holdings.read_into(SCOPE, memory.names[0], into)
+    assert into == memory.bytes
+    assert not holdings.read_into(SCOPE, memory.names[0], memoryview(bytearray(SIZE - 1)))
+    assert not holdings.read_into("6" * 32, memory.names[0], into)

@@ -240,7 +240,7 @@ def test_what_no_peer_has_is_said(pair: tuple[Node, Node]) -> None:
     report = pair[0].hash(big())
     pair[1].hash()
     part = moved(report, [0], keep=False, write=True)
-    strange = Fetch("n0", part.digests ^ 1, part.lengths, part.keep, part.write, ())
+    strange = Fetch("n0", part.digests ^ np.uint8(1), part.lengths, part.keep, part.write, ())
     addresses = {"n0": pair[0].address}
     pair[1].flush.run_order(1, NodeOrder(NOTHING, (strange,), False), addresses, None)
     fetched: Fetched = pair[1].next("short")

@@ -271,3 +271,4 @@ class Flushing:
             self._driver.network.holdings.release(group)
         if delete:
             job.run(flush.delete_segments)
+            job.run(job.store.renew)

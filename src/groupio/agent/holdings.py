@@ -62,6 +62,17 @@ class _Holding:
             left = left[~equal]
             at[left] += 1
 
+    def joined(self, other: _Holding) -> _Holding:
+        """The chunks of both."""
+        places = Places(
+            np.concatenate((self.places.digests, other.places.digests)),
+            np.concatenate((self.places.arenas, other.places.arenas)),
+            np.concatenate((self.places.offsets, other.places.offsets)),
+            np.concatenate((self.places.lengths, other.places.lengths)),
+        )
+        alive = np.concatenate((self.alive, other.alive))
+        return _Holding(self.group, self.scope, places, alive)
+
     def _sort(self) -> npt.NDArray[np.uint64]:
         prefix = prefixes(self.places.digests)
         order = np.argsort(prefix, kind="stable")
@@ -88,7 +99,17 @@ class Holdings:
         """These chunks of the group lie still until :meth:`settle` or :meth:`release`."""
         alive = np.ones(len(places.lengths), np.bool_)
         with self._changed:
-            self._holdings.append(_Holding(group, scope, places, alive))
+            new = _Holding(group, scope, places, alive)
+            # Copies come batch by batch. Batches of about one size become one, so that a look-up
+            # goes through few of them.
+            for old in reversed(self._holdings):
+                if (old.group, old.scope, old.cached) != (group, scope, False):
+                    continue
+                if len(old.alive) > 2 * len(new.alive):
+                    break
+                self._holdings.remove(old)
+                new = old.joined(new)
+            self._holdings.append(new)
             self._changed.notify_all()
 
     def expect(self, scope: str, digests: npt.NDArray[np.uint8]) -> None:

@@ -86,7 +86,7 @@ class Network:
     def _find(self, hello: cm.NodeHello) -> Host:
         host = self.hosts.get(hello.store_id)
         if host is None:
-            raise no_such_job(hello)
+            raise no_such_job(hello, self.hosts.values())
         if hello.job != host.store.job:
             raise InvalidInput(
                 f"node {hello.node} means job {hello.job!r}, and store {hello.store_id} belongs to "

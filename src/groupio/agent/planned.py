@@ -63,7 +63,7 @@ class Told:
     Where a round falls short it is told under the round before: what was written stays written.
     """
     short: Callable[[int, Fetched], None]
-    """The round, and which chunks came from no peer."""
+    """The round, and which chunks came from no peer; maybe none, where a peer lied."""
     failed: Callable[[GroupIOError], None]
 
 
@@ -260,7 +260,7 @@ class PlannedFlush:
         except BaseException:
             self._discard(writer)
             raise
-        if not len(fetched.missing):
+        if not len(fetched.missing) and not fetched.liars:
             self._told.stored(number, self._stored.report(self._report))
             return
         if rows:

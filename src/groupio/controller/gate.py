@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 HELLO_WAIT_S = 10.0
 """A link on which no agent introduces itself for so long is closed."""
+
+REFUSED_S = 1.0
+"""So long a refused agent has to hear why before its link is closed."""
 
 
 class Gate:
@@ -61,7 +64,12 @@ class Gate:
     def _on_link(self, peer: Peer) -> None:
         peer.on_message = lambda payload: self._first(peer, payload)
         peer.on_lost = lambda why: self._forget(peer)
-        self._waiting[id(peer)] = self._loop.call_later(HELLO_WAIT_S, peer.close)
+        self._waiting[id(peer)] = self._loop.call_later(HELLO_WAIT_S, self._expire, peer)
+
+    def _expire(self, peer: Peer) -> None:
+        del self._waiting[id(peer)]
+        log.warning("a link from %s is closed: no agent introduced itself", peer.address)
+        peer.close("it did not introduce itself")
 
     def _forget(self, peer: Peer) -> None:
         timer = self._waiting.pop(id(peer), None)
@@ -85,7 +93,8 @@ class Gate:
             log.warning("refused an agent at %s: %s", peer.address, error.message)
             refused = cm.NodeRefused(to_wire(error))
             peer.send(WireForm(cm.FROM_CONTROLLER).encode(refused))
-            self._loop.call_later(1.0, peer.close)
+            peer.on_message = lambda payload: None  # one try is enough for a link
+            self._loop.call_later(REFUSED_S, peer.close)
             return
         line = Line(host.lines, peer, hello)
         peer.on_message = lambda payload: self._take(host, line, payload)
@@ -122,9 +131,11 @@ class Gate:
                 host.tell(message)
 
 
-def no_such_job(hello: cm.NodeHello, term: int = 0) -> ControllerLost:
-    """The error for an agent whose job has no controller in this process."""
+def no_such_job(hello: cm.NodeHello, here: Iterable[Host] = ()) -> ControllerLost:
+    """The error for an agent whose job has no controller in this process, but others ``here``."""
+    others = ", ".join(f"job {h.store.job!r} (store {h.store.store_id})" for h in here)
     return ControllerLost(
         f"the controller of job {hello.job!r} (store {hello.store_id}) is not here"
-        + (f"; term {term} rules elsewhere" if term else "; look it up again")
+        + (f", only that of {others}" if others else "")
+        + "; look it up again"
     )

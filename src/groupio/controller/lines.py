@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,19 +73,45 @@ class Lines:
 
     def check(self, line: Line, message: Any) -> None:
         """A node speaks for itself and its own clients only. InvalidInput otherwise."""
-        node = getattr(message, "node", line.node)
-        if isinstance(message, ev.LinkMeasured):
-            node = message.link.node
-        if node != line.node:
-            raise InvalidInput(f"it sent {type(message).__name__} in the name of node {node}")
-        client = getattr(message, "client", None)
-        if client is not None and self.clients.get(client, line.node) != line.node:
-            raise InvalidInput(
-                f"it sent {type(message).__name__} in the name of a client of node "
-                f"{self.clients[client]}"
-            )
+        kind = type(message).__name__
+        for node in _nodes_named(message):
+            if node != line.node:
+                raise InvalidInput(f"it sent {kind} in the name of node {node}")
+        for client in _clients_named(message):
+            owner = self.clients.get(client, line.node)
+            if owner != line.node:
+                raise InvalidInput(f"it sent {kind} in the name of a client of node {owner}")
         if isinstance(message, ev.ClientArrived):
             self.clients[message.client] = line.node
+
+
+def _nodes_named(message: Any) -> Iterator[str]:
+    """The nodes in whose name a message speaks."""
+    if (node := getattr(message, "node", "")) != "":
+        yield node
+    match message:
+        case ev.LinkMeasured(link=link) | ev.NodeJoined(link=link):
+            yield link.node
+        case ev.NodeHashed(report=report) | ev.NodeStored(report=report):
+            yield report.node
+    if isinstance(message, ev.NodeJoined):
+        for opened in _opened_in(message):
+            yield opened.node
+
+
+def _clients_named(message: Any) -> Iterator[str]:
+    """The clients in whose name a message speaks."""
+    if isinstance(message, ev.NodeJoined):
+        yield from (arrived.client for arrived in message.clients)
+        yield from (opened.client for opened in _opened_in(message))
+    elif (client := getattr(message, "client", "")) != "":
+        yield client
+
+
+def _opened_in(joined: ev.NodeJoined) -> Iterator[ev.MemberOpened]:
+    yield from joined.opens
+    for held in joined.held:
+        yield from held.opened
 
 
 def _as_ages(effect: fx.TellReached) -> fx.TellReached:

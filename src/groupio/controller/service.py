@@ -294,7 +294,7 @@ class Service:
     def _find(self, hello: cm.NodeHello) -> Host:
         host = self._host
         if host is None or hello.store_id != host.store.store_id:
-            raise no_such_job(hello)
+            raise no_such_job(hello, () if host is None else (host,))
         if hello.job != host.store.job:
             raise InvalidInput(
                 f"node {hello.node} means job {hello.job!r}, and store {hello.store_id} belongs to "

@@ -112,7 +112,7 @@ class JobStore:
                 self.close()
         if create and not self._complete and not held:
             self.close()
-        self._renew()
+        self.renew()
         if self._backend is None:
             self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
             self._complete = create
@@ -139,7 +139,7 @@ class JobStore:
         """Open the store to write segments for a controller elsewhere; its id (hex).
 
         Nothing is decided: that is the controller's. NotFound when there is no store and
-        ``create`` is not set.
+        ``create`` is not set. After a save that failed, :meth:`renew`.
         """
         if self._backend is None:
             self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
@@ -169,7 +169,7 @@ class JobStore:
         """Raise StorageError when another file system or directory is at the path now."""
         self.backend.check_identity()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """After a failed flush of a directory, go on with new descriptors.
 
         Whoever still writes through the old ones fails, as it must; they are closed with their
@@ -219,8 +219,8 @@ class JobStore:
         return made
 
     def publish(self, effect: fx.PublishInflight) -> None:
-        """Make the attempt visible; an interrupted one of the same number is replaced."""
-        self._renew()
+        """Make the attempt visible; StorageError when one of this number is there already."""
+        self.renew()
         self.check_identity()
         record = InflightRecord(
             key=effect.key,
@@ -296,7 +296,7 @@ class JobStore:
     def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
         """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
         key = effect.key
-        self._renew()
+        self.renew()
         if effect.commit:
             if self.backend.commit_prepared(key):
                 manifest = self._prepared.pop(key, None)
