@@ -118,7 +118,7 @@ def test_memory_is_not_used_again_before_it_is_written(
     monkeypatch.setattr(SegmentWriter, "put", put_together)
     nodes.before_write = lambda offset: time.sleep(0.3)
     order = NodeOrder(NOTHING, (moved(report, every(report), keep=False, write=True),), False)
-    target.flush.run_order(1, order, {"n0": source.address}, None)
+    target.flush.run_order(1, order, {"n0": source.address}, ())
     _, written = target.next("stored")
     check(store, [unstored(report), written], member)
 
@@ -136,7 +136,7 @@ def test_copies_are_there_before_anything_is_written(store: Store, nodes: Nodes)
     nodes.before_write = hold
     part = moved(report, every(report), keep=True, write=True)
     order = NodeOrder(np.arange(len(own.chunks)), (part,), True)
-    target.flush.run_order(1, order, {"n0": source.address}, target.room())
+    target.flush.run_order(1, order, {"n0": source.address}, (target.room(),))
     number, copies = target.next("replicated")
     assert (number, len(copies)) == (1, 3)
     assert target.said.empty()
@@ -155,17 +155,17 @@ def test_what_was_written_before_a_round_fell_short_stays_written(
     good = moved(report, every(report), keep=False, write=True)
     strange = Fetch("n0", other(good.digests), good.lengths, good.keep, good.write, ())
     addresses, rows = {"n0": source.address}, np.arange(len(own.chunks))
-    target.flush.run_order(4, NodeOrder(rows, (good, strange), False), addresses, None)
+    target.flush.run_order(4, NodeOrder(rows, (good, strange), False), addresses, ())
     number, first = target.next("stored")
     assert number == 3, "round 4 itself is not done"
-    assert len(target.next("short").missing) == 2
+    assert len(target.next("short")[0].missing) == 2
     assert (first.chunks.segments[rows] >= 0).all()
-    target.flush.run_order(5, NodeOrder(rows, (good,), False), addresses, None)
+    target.flush.run_order(5, NodeOrder(rows, (good,), False), addresses, ())
     number, second = target.next("stored")
     assert number == 5
     assert second.segments == first.segments, "nothing was written again"
     late = moved(report, [0], keep=False, write=True)
-    target.flush.run_order(6, NodeOrder(rows[:1], (late,), False), addresses, None)
+    target.flush.run_order(6, NodeOrder(rows[:1], (late,), False), addresses, ())
     assert target.next("stored")[1].segments == first.segments
     check(store, [unstored(report), second], theirs, mine)
 
@@ -174,7 +174,7 @@ def test_segments_are_numbered_over_all_rounds(store: Store, nodes: Nodes) -> No
     node, member = nodes("n0"), large(1, 4)
     report = node.hash(member)
     for number, row in enumerate(every(report)):
-        node.flush.run_order(number + 1, NodeOrder(np.array([row]), (), False), {}, None)
+        node.flush.run_order(number + 1, NodeOrder(np.array([row]), (), False), {}, ())
         _, written = node.next("stored")
         assert np.count_nonzero(written.chunks.segments >= 0) == number + 1
     names = [segment.name for segment in written.segments]
@@ -198,13 +198,13 @@ def test_a_failed_round_leaves_nothing_and_may_come_again(store: Store, nodes: N
     room = target.room(len(report.chunks) * PACK_ITEM_BYTES)  # not a byte more
     for number in (1, 2):
         nodes.before_write = fail
-        target.flush.run_order(number, order, addresses, room)
+        target.flush.run_order(number, order, addresses, (room,))
         target.next("replicated")
         error: GroupIOError = target.next("failed")
         assert "the store is away" in error.message
         assert store.segments() == []
     nodes.before_write = lambda offset: None
-    target.flush.run_order(3, order, addresses, room)
+    target.flush.run_order(3, order, addresses, (room,))
     target.next("replicated")
     number, written = target.next("stored")
     assert number == 3
@@ -223,10 +223,10 @@ def test_room_of_what_did_not_come_is_used_again(store: Store, nodes: Nodes) -> 
     part = moved(report, every(report), keep=True, write=False)
     room = target.room(int(report.chunks.lengths.sum()))  # not a byte more
     addresses = {"n0": poor.address, "n2": rich.address}
-    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), addresses, room)
-    assert len(target.next("short").missing) == 1
+    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), addresses, (room,))
+    assert len(target.next("short")[0].missing) == 1
     again = Fetch("n2", part.digests, part.lengths, part.keep, part.write, ())
-    target.flush.run_order(2, NodeOrder(NOTHING, (again,), False), addresses, room)
+    target.flush.run_order(2, NodeOrder(NOTHING, (again,), False), addresses, (room,))
     assert len(target.next("replicated")[1]) == 6
     target.next("stored")
     content = saved(items, 1)
@@ -248,9 +248,9 @@ def test_the_next_peer_is_asked_and_a_liar_is_named(store: Store, nodes: Nodes) 
     part = moved(report, every(report), keep=False, write=True)
     part = Fetch("n0", part.digests, part.lengths, part.keep, part.write, ("n2",))
     addresses = {"n0": liar.address, "n2": honest.address}
-    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), addresses, None)
+    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), addresses, ())
     _, written = target.next("stored")
-    fetched = target.next("short")
+    fetched = target.next("short")[0]
     assert (len(fetched.missing), fetched.liars) == (0, ("n0",))
     view[3] ^= 1
     check(store, [unstored(report), written], member)
@@ -263,14 +263,14 @@ def test_of_itself_a_node_asks_nobody(store: Store, nodes: Nodes) -> None:
     target.hash()
     kept = moved(report, every(report), keep=True, write=False)
     room = target.room()
-    target.flush.run_order(1, NodeOrder(NOTHING, (kept,), False), {"n0": source.address}, room)
+    target.flush.run_order(1, NodeOrder(NOTHING, (kept,), False), {"n0": source.address}, (room,))
     target.next("replicated")
     target.next("stored")
     source.fabric.close()
     target.fabric.close()
     own = moved(report, every(report), keep=True, write=True)
     own = Fetch("n1", own.digests, own.lengths, own.keep, own.write, ())
-    target.flush.run_order(2, NodeOrder(NOTHING, (own,), False), {"n1": target.address}, room)
+    target.flush.run_order(2, NodeOrder(NOTHING, (own,), False), {"n1": target.address}, (room,))
     assert target.next("replicated")[0] == 2
     _, written = target.next("stored")
     check(store, [unstored(report), written], member)
@@ -293,7 +293,7 @@ def test_after_cancel_no_thread_uses_memory(nodes: Nodes, own: bool) -> None:
     else:
         part = moved(report, every(report), keep=False, write=True)
         node, order = target, NodeOrder(NOTHING, (part,), False)
-    node.flush.run_order(1, order, {"n0": source.address}, None)
+    node.flush.run_order(1, order, {"n0": source.address}, ())
     assert writing.wait(WAIT_S)
     idle = threading.Event()
     node.flush.cancel(idle.set)
@@ -301,7 +301,7 @@ def test_after_cancel_no_thread_uses_memory(nodes: Nodes, own: bool) -> None:
     go_on.set()
     assert idle.wait(WAIT_S)
     node.flush.delete_segments()
-    node.flush.run_order(2, order, {}, None)
+    node.flush.run_order(2, order, {}, ())
     with pytest.raises(queue.Empty):
         node.said.get(timeout=0.2)
 
@@ -318,7 +318,7 @@ def test_cancel_does_not_wait_for_more_than_one_pull(
     source.holdings.expect(source.store.store_id, strange)  # so that it lets the other wait
     flags = np.ones(len(strange), np.bool_)
     part = Fetch("n0", strange, report.chunks.lengths, ~flags, flags, ())
-    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), {"n0": source.address}, None)
+    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), {"n0": source.address}, ())
     time.sleep(0.2)
     idle, began = threading.Event(), time.monotonic()
     target.flush.cancel(idle.set)
@@ -335,6 +335,6 @@ def test_small_and_large_tensors_move_with_and_without_frames(store: Store, node
     report = source.hash(member)
     target.hash()
     order = NodeOrder(NOTHING, (moved(report, every(report), keep=False, write=True),), False)
-    target.flush.run_order(1, order, {"n0": source.address}, None)
+    target.flush.run_order(1, order, {"n0": source.address}, ())
     _, written = target.next("stored")
     check(store, [unstored(report), written], member)

@@ -236,3 +236,40 @@ def test_bad_input_is_refused(rate: float) -> None:
         world.plan(2, [10, 10])
     with pytest.raises(InvalidInput, match="n7"):
         replica_shares({"n7": 1}, links("ab"), 2)
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    domains=st.lists(st.sampled_from("abcdef"), min_size=2, max_size=8),
+    replicas=st.integers(2, 4),
+    chunks=st.integers(1, 150),
+    scale=st.sampled_from([0.0, 0.3, 1.0]),
+)
+@settings(deadline=None, max_examples=150)
+def test_with_the_room_that_is_lacking_nothing_stays_short(
+    seed: int, domains: list[str], replicas: int, chunks: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    nodes = links("".join(domains))
+    held = rng.random((len(nodes), chunks)) < rng.choice([0.1, 0.5])
+    held[rng.integers(0, len(nodes), chunks), np.arange(chunks)] = True
+    world = World(held, rng.integers(1, CHUNK_BYTES + 1, chunks), nodes)
+    room = (rng.random(len(nodes)) * scale * world.lengths.sum()).astype(np.int64)
+    plan = world.plan(replicas, room.tolist())
+    for _ in range(12):  # what one row of chunks takes may be what another one lacks
+        if not plan.lacking.any():
+            break
+        room += plan.lacking
+        plan = world.plan(replicas, room.tolist())
+    assert bool(plan.short.any()) == (len(domains_of(nodes)) < replicas)
+    assert not plan.lacking.any()
+
+
+def test_after_a_loss_the_rest_says_what_room_it_lacks() -> None:
+    nodes = links("ab")
+    # Of three nodes the third is lost: chunk 0 was on it and a, 1 on it and b, 2 on both here.
+    world = World(np.array([[1, 0, 1], [0, 1, 1]], bool), np.array([10, 20, 30]), nodes)
+    plan = world.plan(2, [0, 4])
+    assert plan.short.tolist() == [True, True, False]
+    assert plan.lacking.tolist() == [20 + 20, 10 - 4 + 20]
+    assert not world.plan(2, plan.lacking.tolist()).short.any()

@@ -18,7 +18,7 @@ from groupio.protocol.controller import Controller
 from groupio.protocol.ledger import Ledger
 from groupio.protocol.storing import make_plan
 
-ORDERS = (fx.RetractGroup, fx.StoreChunks, fx.AdoptGroup, fx.DropHeld)
+ORDERS = (fx.RetractGroup, fx.StoreChunks, fx.TakeRoom, fx.AdoptGroup, fx.DropHeld)
 
 
 class NodesInterpreter(Interpreter):
@@ -220,6 +220,9 @@ class NodesInterpreter(Interpreter):
         node, group, job = self._job(line)
         job.order = None
         self.machine(node, ev.JobFailed(group, away()))
+
+    def do_published_away(self, line: Line) -> None:
+        self.control(ev.InflightPublished(self._at(line)[1], away()))
 
     def do_prepared_away(self, line: Line) -> None:
         self.control(ev.Prepared(self._at(line)[1], error=away()))

@@ -135,7 +135,11 @@ def run_order(job: PlannedJob, group: int, peers: dict[str, set[bytes]]) -> Any:
             asked |= set(sources) - {job.node}
     if missing:
         job.order = None
-        return ev.JobShort(group, told.round, as_array(missing), tuple(sorted(asked)))
+        for part in order.fetch:
+            job.kept |= as_set(part.digests[part.keep]) - missing
+        copies = as_array(job.kept)
+        sources = tuple(sorted(asked))
+        return ev.JobShort(group, told.round, as_array(missing), sources, copies=copies)
     for part in order.fetch:
         job.kept |= as_set(part.digests[part.keep])
     if not job.told_copies and (order.record or any(p.keep.any() for p in order.fetch)):

@@ -40,6 +40,28 @@ def test_an_answer_of_the_first_try_is_not_taken_for_one_of_the_second() -> None
     assert admission.complete
 
 
+def test_a_node_that_was_busy_at_first_may_be_admitted_all_the_same() -> None:
+    """Its first answer was lost on the way, and it was asked again."""
+    admission = Admission()
+    admission.begin([admit("n1", wait=False), admit("n0", wait=False)])
+    assert admission.busy("n0") == []
+    assert admission.admitted(ev.NodeAdmitted(1, "n0")) == []
+    assert admission.admitted(ev.NodeAdmitted(1, "n1")) == []
+    assert admission.complete
+    assert admission.asked == {"n0", "n1"}
+
+
+def test_memory_that_a_node_took_before_its_turn_is_given_back() -> None:
+    admission = Admission()
+    admission.begin([admit("n1", wait=False), admit("n0", wait=False)])
+    admission.busy("n1")
+    admission.admitted(ev.NodeAdmitted(1, "n0"))
+    assert admission.asked == {"n0"}
+    assert admission.admitted(ev.NodeAdmitted(1, "n1")) == [fx.RetractGroup("n1", 1)]
+    assert admission.admitted(ev.NodeAdmitted(1, "n0", waited=True)) == [admit("n1")]
+    assert not admission.complete
+
+
 def test_nodes_that_cannot_hold_copies_are_named() -> None:
     admission = Admission()
     admission.begin([admit("n0", replica_bytes=5), admit("n1", replica_bytes=5)])

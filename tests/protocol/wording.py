@@ -125,6 +125,8 @@ def _of_nodes(effect: fx.Effect) -> str | None:
             return f"plan g{g} round {effect.round} for {links} x{effect.replicas}{lost}{done}"
         case fx.StoreChunks(node=node, group=g):
             return f"{node} <- store g{g} round {effect.round}: {_ordered(effect.order)}"
+        case fx.TakeRoom(node=node, group=g):
+            return f"{node} <- room for {in_mib(effect.replica_bytes)} of g{g}"
         case fx.AdoptGroup(node=node, key=key, group=g):
             return f"{node} <- adopt {short(key)} as g{g}"
         case fx.DropHeld(node=node, key=key):
@@ -136,8 +138,8 @@ def _of_nodes(effect: fx.Effect) -> str | None:
         case fx.TellUnreachable(seat=seat, level=level, error=error):
             return f"{seat.client}/{seat.save_id}: not {level}: {error.message}"
         case fx.RunOrder(group=g):
-            room = f", room at {in_mib(effect.offset)}+{in_mib(effect.length)}"
-            room = room if effect.length else ""
+            ranges = [f"{in_mib(offset)}+{in_mib(length)}" for offset, length in effect.room]
+            room = f", room at {' '.join(ranges)}" if ranges else ""
             return f"job g{g} round {effect.round}: {_ordered(effect.order)}{room}"
         case fx.KeepContent(group=g, key=key):
             return f"chunks of g{g} stay for readers of {short(key)}"
@@ -163,6 +165,8 @@ def _reported(event: Any) -> str:
     match event:
         case ev.NodeBusy(group=g, node=node):
             return f"{node} -> busy g{g}"
+        case ev.NodeRoom(group=g, node=node):
+            return f"{node} -> room for {in_mib(event.replica_bytes)} of g{g}"
         case ev.NodeHashed(group=g, node=node):
             return f"{node} -> hashed g{g}"
         case ev.NodeReplicated(group=g, node=node):

@@ -57,7 +57,7 @@ def epoch(tmp_path: Path) -> Iterator[tuple[str, list[Saved]]]:
         assert 2 <= moved < len(reports[0].chunks), "some chunks move and some do not"
         addresses = {node.name: node.address for node in nodes}
         for node in nodes:
-            node.flush.run_order(1, plan.orders[node.name], addresses, None)
+            node.flush.run_order(1, plan.orders[node.name], addresses, ())
         written: list[NodeReport] = []
         for node in nodes:
             found = node.said.get(timeout=60)

@@ -422,6 +422,7 @@ class Driver:
                 | fx.StartCopy()
                 | fx.AbortGroup()
                 | fx.StoreChunks()
+                | fx.TakeRoom()
                 | fx.AdoptGroup()
             ):
                 self.tell_machine(effect)

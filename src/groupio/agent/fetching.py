@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from groupio.agent.holdings import Holdings, Places
 from groupio.agent.links import Links
-from groupio.errors import StagingFull
 from groupio.fabric.base import DIGEST, Fabric, Want
 from groupio.model import CHUNK_BYTES, DIGEST_BYTES
 from groupio.plan.orders import Fetch
@@ -54,11 +53,11 @@ class Room(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    rows: npt.NDArray[np.int64]
+    """Chunks of a fetch, and the memory that each goes ``into``."""
+
     digests: npt.NDArray[np.uint8]
     lengths: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    view: memoryview
+    into: list[memoryview]
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ class _Round:
     """One call of ``fetch``; ``left`` are the steps that bring what stays."""
 
     addresses: dict[str, str]
-    room: Room | None
+    rooms: Sequence[Room]
     write: Write
     stopped: Callable[[], bool]
     kept: Callable[[], None] | None
@@ -101,11 +100,12 @@ class Fetcher:
         self.group = group
         self._job = job
         self._lock = threading.Lock()
-        self._kept_bytes = 0
         self._free: list[tuple[int, int]] = []
-        """Holes before ``_kept_bytes``, of chunks that did not come: where, how many bytes."""
+        """What is free of the rooms: an offset in the arena, how many bytes."""
+        self._rooms: set[int] = set()
+        """Where the rooms begin that were given so far."""
         self._kept: dict[bytes, int] = {}
-        """Where each chunk that stays begins in the room."""
+        """Where in the arena each chunk that stays begins."""
 
     @property
     def copies(self) -> npt.NDArray[np.uint8]:
@@ -118,7 +118,7 @@ class Fetcher:
         self,
         parts: Sequence[Fetch],
         addresses: dict[str, str],
-        room: Room | None,
+        rooms: Sequence[Room],
         write: Write,
         stopped: Callable[[], bool],
         *,
@@ -130,9 +130,10 @@ class Fetcher:
         ``write`` must be done with their memory when it returns. ``kept`` is called once all that
         stays is here, whatever is still to be written; ``meanwhile`` in this thread, while the
         others pull. On return, or after an error, no thread uses the memory any more.
-        StagingFull when the plan keeps more than ``room`` has.
+        What does not fit into the ``rooms``, which are of one arena, is missing too.
         """
-        run = _Round(addresses, room, write, stopped, kept)
+        self._enter(rooms)
+        run = _Round(addresses, rooms, write, stopped, kept)
         stay: list[Callable[[], Fetched]] = []
         pass_on: list[Callable[[], Fetched]] = []
         for part in parts:
@@ -193,18 +194,24 @@ class Fetcher:
         peers = _peers(part, run)
         liars: set[str] = set()
         missing: list[npt.NDArray[np.uint8]] = []
+        unfit: list[npt.NDArray[np.uint8]] = []
         for mine in _cut(part, rows):
             if run.over():
                 break
-            view, starts = self._reserve(run.room, part.lengths[mine])
-            batch = _Batch(mine, part.digests[mine], part.lengths[mine], starts, view)
+            lengths = part.lengths[mine]
+            starts = self._reserve(lengths)
+            if starts is None:
+                # An order that counts as lost may have brought more than the plan knows of.
+                unfit.append(part.digests[mine])
+                continue
+            batch = _Batch(part.digests[mine], lengths, _places(run.rooms, starts, lengths))
             here = np.zeros(len(mine), np.bool_)
             try:
                 here = self._pull(batch, peers, run.addresses, liars)
             finally:
-                self._keep(batch, here, run.room)
+                self._keep(batch, starts, here, run.rooms[0].arena)
             missing.append(batch.digests[~here])
-        found = _fetched(missing, peers, liars)
+        found = _join((_fetched(missing, peers, liars), _fetched(unfit, (), set())))
         with self._lock:
             run.left -= 1
             run.thin |= len(found.missing) > 0
@@ -227,7 +234,8 @@ class Fetcher:
                 break
             lengths = part.lengths[mine]
             starts = np.cumsum(lengths) - lengths
-            batch = _Batch(mine, part.digests[mine], lengths, starts, view)
+            whole = [Room(view, -1, 0)]
+            batch = _Batch(part.digests[mine], lengths, _places(whole, starts, lengths))
             here = self._pull(batch, peers, run.addresses, liars)
             missing.append(batch.digests[~here])
             wanted = here & part.write[mine]
@@ -235,18 +243,23 @@ class Fetcher:
                 run.write(view, starts[wanted], part, mine[wanted])
         return _fetched(missing, peers, liars)
 
-    def _keep(self, batch: _Batch, here: npt.NDArray[np.bool_], room: Room | None) -> None:
+    def _keep(
+        self,
+        batch: _Batch,
+        starts: npt.NDArray[np.int64],
+        here: npt.NDArray[np.bool_],
+        arena: int,
+    ) -> None:
         """Hold what came; the memory of the rest is free again."""
-        assert room is not None
-        digests, starts = batch.digests[here], batch.starts[here]
+        digests = batch.digests[here]
         if len(digests):
-            arenas = np.full(len(digests), room.arena, np.int64)
-            places = Places(digests, arenas, room.offset + starts, batch.lengths[here])
+            arenas = np.full(len(digests), arena, np.int64)
+            places = Places(digests, arenas, starts[here], batch.lengths[here])
             self._holdings.hold(self.group, self._job, places)
-        unused = zip(batch.starts[~here].tolist(), batch.lengths[~here].tolist(), strict=True)
+        unused = zip(starts[~here].tolist(), batch.lengths[~here].tolist(), strict=True)
         with self._lock:
             self._free += unused
-            for digest, start in zip(digests, starts.tolist(), strict=True):
+            for digest, start in zip(digests, starts[here].tolist(), strict=True):
                 self._kept[digest.tobytes()] = start
 
     def _write_kept(self, run: _Round, part: Fetch) -> None:
@@ -255,32 +268,32 @@ class Fetcher:
         for mine in _cut(part, rows):
             if run.over():
                 return
-            assert run.room is not None
             starts = np.array([self._kept[part.digests[r].tobytes()] for r in mine], np.int64)
-            run.write(run.room.view, starts, part, mine)
+            number = _rooms_of(run.rooms, starts)
+            for i in np.unique(number).tolist():
+                room, there = run.rooms[i], number == i
+                run.write(room.view, starts[there] - room.offset, part, mine[there])
 
-    def _reserve(
-        self, room: Room | None, lengths: npt.NDArray[np.int64]
-    ) -> tuple[memoryview, npt.NDArray[np.int64]]:
-        """Memory in the room for chunks of these ``lengths``: its view, and where each starts."""
+    def _enter(self, rooms: Sequence[Room]) -> None:
+        """What is new of the rooms is free."""
         with self._lock:
-            starts = np.full(len(lengths), -1, np.int64)
-            if self._free:
-                for i, length in enumerate(lengths.tolist()):
-                    starts[i] = self._take_hole(length)
-            new = starts < 0
-            ends = self._kept_bytes + np.cumsum(lengths[new])
-            used = int(ends[-1]) if len(ends) else self._kept_bytes
-            have = 0 if room is None else len(room.view)
-            if room is None or used > have:
-                raise StagingFull(
-                    f"The plan keeps {used} bytes of other nodes here, and {have} were admitted; "
-                    "save again.",
-                    needed=used,
-                )
-            starts[new] = ends - lengths[new]
-            self._kept_bytes = used
-            return room.view, starts
+            for room in rooms:
+                if room.offset not in self._rooms:
+                    self._rooms.add(room.offset)
+                    self._free.append((room.offset, len(room.view)))
+
+    def _reserve(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Free memory for chunks of these ``lengths``: where in the arena each starts."""
+        with self._lock:
+            first = self._take_hole(int(lengths.sum()))
+            if first >= 0:  # all of them one behind the other
+                return first + np.cumsum(lengths) - lengths
+            before = list(self._free)
+            starts = np.array([self._take_hole(n) for n in lengths.tolist()], np.int64)
+            if (starts < 0).any():
+                self._free = before
+                return None
+            return starts
 
     def _take_hole(self, length: int) -> int:
         """Where ``length`` bytes fit into a hole, best one of just that size; -1: into none."""
@@ -303,13 +316,8 @@ class Fetcher:
             if not len(left):
                 break
             wants = [
-                Want(batch.digests[i].tobytes(), 0, size, batch.view[start : start + size])
-                for i, start, size in zip(
-                    left.tolist(),
-                    batch.starts[left].tolist(),
-                    batch.lengths[left].tolist(),
-                    strict=True,
-                )
+                Want(batch.digests[i].tobytes(), 0, size, batch.into[i])
+                for i, size in zip(left.tolist(), batch.lengths[left].tolist(), strict=True)
             ]
             began = time.monotonic()
             address, deadline = addresses[peer], began + PEER_WAIT_S
@@ -328,6 +336,25 @@ def _cut(part: Fetch, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]
     # A batch may end with a chunk too many, and a chunk never exceeds CHUNK_BYTES.
     number = np.cumsum(part.lengths[rows]) // (BATCH_BYTES - CHUNK_BYTES)
     return np.split(rows, np.flatnonzero(np.diff(number)) + 1)
+
+
+def _rooms_of(rooms: Sequence[Room], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """In which of the rooms, which come in any order, each offset of the arena lies."""
+    offsets = np.array([room.offset for room in rooms], np.int64)
+    order = np.argsort(offsets)
+    return order[np.searchsorted(offsets[order], starts, side="right") - 1]
+
+
+def _places(
+    rooms: Sequence[Room], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> list[memoryview]:
+    """The memory of chunks that start at these offsets of the arena."""
+    found = []
+    numbers = _rooms_of(rooms, starts).tolist()
+    for number, start, size in zip(numbers, starts.tolist(), lengths.tolist(), strict=True):
+        at = start - rooms[number].offset
+        found.append(rooms[number].view[at : at + size])
+    return found
 
 
 def _peers(part: Fetch, run: _Round) -> list[str]:

@@ -158,8 +158,8 @@ class Flushing:
                 network.holdings.hold(group, store.store_id, places)
             self._post(ev.JobHashed(group, report))
 
-        def short(number: int, fetched: Fetched) -> None:
-            self._post(ev.JobShort(group, number, *fetched))
+        def short(number: int, fetched: Fetched, copies: npt.NDArray[np.uint8]) -> None:
+            self._post(ev.JobShort(group, number, *fetched, copies))
 
         flush = PlannedFlush(
             backend=store.backend,
@@ -206,11 +206,11 @@ class Flushing:
     def _order(self, effect: fx.RunOrder) -> None:
         flush = self._jobs[effect.group][0]
         assert isinstance(flush, PlannedFlush)
-        room = None
-        if effect.length:
-            view = self._driver.memory.arenas[effect.arena].map(effect.offset, effect.length)
-            room = Room(view, effect.arena, effect.offset)
-        flush.run_order(effect.round, effect.order, effect.addresses, room)
+        rooms = []
+        for offset, length in effect.room:
+            view = self._driver.memory.arenas[effect.arena].map(offset, length)
+            rooms.append(Room(view, effect.arena, offset))
+        flush.run_order(effect.round, effect.order, effect.addresses, rooms)
 
     def _add(self, effect: fx.AddWave) -> None:
         wave = effect.wave

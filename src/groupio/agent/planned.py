@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +62,9 @@ class Told:
 
     Where a round falls short it is told under the round before: what was written stays written.
     """
-    short: Callable[[int, Fetched], None]
-    """The round, and which chunks came from no peer; maybe none, where a peer lied."""
+    short: Callable[[int, Fetched, npt.NDArray[np.uint8]], None]
+    """The round, which chunks came from no peer (maybe none, where a peer lied), and the digests
+    of all replicas that are here."""
     failed: Callable[[GroupIOError], None]
 
 
@@ -194,17 +195,17 @@ class PlannedFlush:
     # -- orders -----------------------------------------------------------------------------------
 
     def run_order(
-        self, number: int, order: NodeOrder, addresses: dict[str, str], room: Room | None
+        self, number: int, order: NodeOrder, addresses: dict[str, str], rooms: Sequence[Room]
     ) -> None:
         """Do round ``number``: fetch, keep and write; answers come through ``told``.
 
-        ``room`` is the memory for fetched chunks that stay, where there is any.
+        ``rooms`` are the memory for fetched chunks that stay, those of earlier rounds included.
         """
         with self._lock:
             if self._stopped:
                 return
             self._running += 1
-        self._pool.submit(self._guarded, partial(self._run, number, order, addresses, room))
+        self._pool.submit(self._guarded, partial(self._run, number, order, addresses, rooms))
 
     def _guarded(self, step: Callable[[], None]) -> None:
         try:
@@ -223,13 +224,13 @@ class PlannedFlush:
         self._end_step()
 
     def _run(
-        self, number: int, order: NodeOrder, addresses: dict[str, str], room: Room | None
+        self, number: int, order: NodeOrder, addresses: dict[str, str], rooms: Sequence[Room]
     ) -> None:
         with self._round_lock:
-            self._run_alone(number, order, addresses, room)
+            self._run_alone(number, order, addresses, rooms)
 
     def _run_alone(
-        self, number: int, order: NodeOrder, addresses: dict[str, str], room: Room | None
+        self, number: int, order: NodeOrder, addresses: dict[str, str], rooms: Sequence[Room]
     ) -> None:
         if self._ended():
             return
@@ -248,7 +249,7 @@ class PlannedFlush:
             fetched = self._fetcher.fetch(
                 order.fetch,
                 addresses,
-                room,
+                rooms,
                 partial(self._write_moved, writer, rows),
                 self._ended,
                 kept=partial(self._tell_kept, number) if keeps else None,
@@ -265,7 +266,7 @@ class PlannedFlush:
             return
         if rows:
             self._told.stored(number - 1, self._stored.report(self._report))
-        self._told.short(number, fetched)
+        self._told.short(number, fetched, self._fetcher.copies)
 
     def _tell_kept(self, number: int) -> None:
         if not self._stopped:

@@ -96,7 +96,8 @@ class Host:
     @property
     def idle(self) -> bool:
         """No group and no question to the store is outstanding."""
-        return not self.controller.groups and not self.controller.opening
+        machine = self.controller
+        return not (machine.groups or machine.opening or machine.waiting)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ node's bytes. A chunk that any of its holders sends to the partners of that hold
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -38,7 +39,8 @@ class Copies:
     ``row`` int32[n] gives the row of each chunk. In row ``i`` are chunks with the same holders
     ``holder_set[i]`` (int32) that node ``sources[i]`` (int32, -1: nothing moves) sends to the nodes
     ``targets[i]``. ``sent`` and ``received`` int64[nodes] are the bytes that cross the
-    fabric for that. ``short`` bool[n] marks chunks that fewer than k domains hold even then.
+    fabric for that. ``short`` bool[n] marks chunks that fewer than k domains hold even then;
+    ``lacking`` int64[nodes] is how much more room would let them be copied too.
     """
 
     row: npt.NDArray[np.int32]
@@ -48,6 +50,7 @@ class Copies:
     sent: npt.NDArray[np.int64]
     received: npt.NDArray[np.int64]
     short: npt.NDArray[np.bool_]
+    lacking: npt.NDArray[np.int64]
 
 
 def domains_of(nodes: Sequence[NodeLink]) -> tuple[str, ...]:
@@ -157,7 +160,8 @@ def plan_copies(
         placing.to_partners(np.flatnonzero(rest[holder_set]), groups, _rates(nodes))
         left = placing.within(room)
         placing.elsewhere(lacking, sends, left)
-    return placing.done()
+        return placing.done(placing.more_room(lacking, sends, left))
+    return placing.done(np.zeros(len(nodes), np.int64))
 
 
 class _Placing:
@@ -359,11 +363,37 @@ class _Placing:
                 placed = True
         return placed
 
-    def done(self) -> Copies:
+    def more_room(
+        self,
+        able: npt.NDArray[np.bool_],
+        sends: Sequence[Sequence[int]],
+        left: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """How much more than ``left`` each node needs so that nothing is short, int64[nodes]."""
+        short = self._short()
+        if not short.any():
+            return np.zeros_like(left)
+        trial = copy.copy(self)
+        trial.row, trial.rows, trial.numbers = self.row.copy(), [*self.rows], {**self.numbers}
+        # The same for all: who has how much free memory is not known here.
+        plenty = np.full(len(left), len(left) * int(self.lengths[short].sum()), np.int64)
+        rest = plenty.copy()
+        trial.elsewhere(able, sends, rest)
+        used = plenty - rest
+        # With the longest chunk on top, what is left between whole chunks never matters.
+        return np.where(used > 0, np.maximum(used - left, 0) + self.lengths[short].max(), 0)
+
+    def _short(self) -> npt.NDArray[np.bool_]:
+        """Chunks that have too few copies so far, bool[n]."""
+        kept = np.array([len(targets) for _, _, targets in self.rows], np.int64)
+        sets = np.array([s for s, _, _ in self.rows], np.int64)
+        short: npt.NDArray[np.bool_] = (kept < self.need[sets])[self.row]
+        return short
+
+    def done(self, lacking: npt.NDArray[np.int64]) -> Copies:
         """The finished table."""
         sets = np.array([s for s, _, _ in self.rows], np.int32)
         targets = tuple(targets for _, _, targets in self.rows)
-        kept = np.array([len(one) for one in targets], np.int64)
         sent, received = self._crossing()
         return Copies(
             row=self.row,
@@ -372,7 +402,8 @@ class _Placing:
             targets=targets,
             sent=sent,
             received=received,
-            short=(kept < self.need[sets])[self.row],
+            short=self._short(),
+            lacking=lacking,
         )
 
 

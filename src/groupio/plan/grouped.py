@@ -8,7 +8,7 @@ shortens the flush. The result is one order per node.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -38,7 +38,8 @@ class GroupPlan:
     ``moved_bytes`` what crosses the fabric only to be written, ``replica_bytes`` what crosses it to
     be kept. ``short_bytes`` are in chunks that too few failure domains hold even then: while there
     are any the group is not REPLICATED. ``notes`` are sentences for the timeline. ``reused``: the
-    split over the links is that of an earlier epoch.
+    split over the links is that of an earlier epoch. ``room`` are the replica bytes that nodes
+    would need in all, where more would leave fewer chunks short.
     """
 
     orders: dict[str, NodeOrder]
@@ -48,6 +49,7 @@ class GroupPlan:
     short_bytes: int
     notes: tuple[str, ...]
     reused: bool
+    room: Mapping[str, int] = field(default_factory=dict)
 
 
 class Missing(NamedTuple):
@@ -125,6 +127,11 @@ def plan_group(
         short_bytes=short,
         notes=_notes(links, placed, short, replicas),
         reused=reused,
+        room={
+            link.node: shares.get(link.node, 0) + int(more)
+            for link, more in zip(links, placed.lacking.tolist(), strict=True)
+            if more
+        },
     )
 
 

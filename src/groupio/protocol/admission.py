@@ -28,6 +28,8 @@ class Admission:
     """Bytes that each node keeps free for chunks of others."""
     cramped: set[str] = field(default_factory=set)
     """Nodes that cannot hold what replication needs."""
+    over: bool = False
+    """The group is given up: nobody is asked any more."""
     _admitted: set[str] = field(default_factory=set)
     _busy: set[str] = field(default_factory=set)
     _in_order: bool = False
@@ -46,9 +48,15 @@ class Admission:
     def admitted(self, event: ev.NodeAdmitted) -> list[fx.Effect]:
         """A node holds its part."""
         order = self.orders.get(event.node)
-        stale = self._in_order and not event.waited
-        if order is None or stale or event.node in self._admitted:
+        if order is None or event.node in self._admitted:
             return []
+        if self._in_order and not event.waited:
+            # An answer of the first try; a node that is not asked again yet must not hold anything.
+            late = event.node not in self.asked
+            return [fx.RetractGroup(event.node, order.group)] if late else []
+        # It may have been busy when it was asked first, and have room since it was asked again.
+        self._busy.discard(event.node)
+        self.asked.add(event.node)
         self._admitted.add(event.node)
         self.shares[event.node] = event.replica_bytes
         if event.replica_bytes < order.replica_bytes or not event.in_memory:
@@ -73,6 +81,8 @@ class Admission:
         return self._go_on()
 
     def _go_on(self) -> list[fx.Effect]:
+        if self.over:
+            return []
         if self._in_order:
             return self._next()
         if not self._busy or self.asked != self._admitted:

@@ -79,6 +79,8 @@ class AgentMachine(HeldGroups):
                 return self._on_retract(event)
             case fx.StoreChunks():
                 return self._on_order(event)
+            case fx.TakeRoom():
+                return self._on_take_room(event)
             case fx.AdoptGroup():
                 return self._on_adopt(event)
             case fx.DropHeld():
@@ -195,7 +197,7 @@ class AgentMachine(HeldGroups):
                 group=group.number,
                 node=self.node,
                 waited=group.order.wait,
-                replica_bytes=0 if group.replica is None else group.order.replica_bytes,
+                replica_bytes=group.order.replica_bytes if group.replicas else 0,
                 in_memory=all(len(x.waves) == 1 for x in group.leases.values()),
             )
             effects += self._say(group, admitted)
@@ -220,17 +222,11 @@ class AgentMachine(HeldGroups):
         return whole - sum(lease.window for lease in group.leases.values())
 
     def _take_replica(self, group: NodeGroup) -> list[fx.Effect]:
-        """Lease the memory for chunks of other nodes."""
+        """Lease the memory for chunks of other nodes, where there can be any."""
         own = sum(extent_bytes(x.layout.total_bytes) for x in group.leases.values())
         if not self._replica_bytes(group, own):
             return []
-        effects: list[fx.Effect] = []
-        if not self._replicas_open:
-            self._replicas_open = True
-            effects.append(fx.OpenArena(REPLICA_ARENA, ""))
-        nbytes = group.order.replica_bytes
-        group.replica = self.ledger.lease(REPLICA_ARENA, nbytes, sparing=True)
-        return effects + drop_content(group.replica)
+        return self._lease_replica(group, group.order.replica_bytes)
 
     def _take(self, group: NodeGroup, lease: Lease, spare: int) -> tuple[int, list[fx.Effect]]:
         """Lease the memory of one member; how much more it got than it asked for."""

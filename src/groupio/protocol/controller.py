@@ -27,7 +27,7 @@ __all__ = ["EPOCHS_IN_FLIGHT", "Controller"]
 
 REOPEN_TIMER = "away-store"
 REOPEN_S = 5.0
-"""While the store cannot be reached, but nodes hold sealed groups, it is opened again so often."""
+"""While the store cannot be reached, and saves wait for it, it is opened again so often."""
 
 
 @dataclass(slots=True)
@@ -83,6 +83,8 @@ class Controller(AgentsOfJob):
                 # The store may have been replaced or lost: look at it anew before the next save.
                 self.store_open = False
                 group = self.groups.get(event.group)
+                if group is not None and group.can_wait(error):
+                    return group.handle(event) + self._look_later()
             case _:
                 group = self.groups.get(event.group)
                 if self.nodes.gone(getattr(event, "node", "")) and hasattr(event, "node"):
@@ -93,7 +95,7 @@ class Controller(AgentsOfJob):
 
     def open_store(self, *, create: bool) -> list[fx.Effect]:
         """Open and recover the store now; without ``create`` only if there is one."""
-        if self.store_open or self._opening:
+        if self.store_open or self._opening or self._store_away:
             return []
         self._opening, self._creating = True, create
         held = tuple(g.key for g in self.in_flight() if g.key is not None)
@@ -131,28 +133,35 @@ class Controller(AgentsOfJob):
         for key in [*self.committed, *state.aborted]:
             self._note_attempt(key)
         self._incarnation_max = max(self._incarnation_max, state.incarnation)
-        return self._begin_resume(state) + self._advance() + self._retry_waiting()
+        effects = self._begin_resume(state)
+        for group in self.in_flight():
+            effects += group.publish_again()
+        return effects + self._advance() + self._retry_waiting()
 
     def _on_unavailable(self, error: GroupIOError) -> list[fx.Effect]:
         if not self._opening:
             return []
         self._opening = False
-        stuck = [g for g in self.groups.values() if g.phase is Phase.QUEUED or g.ready]
+        stuck = [g for g in self.groups.values() if g.stuck]
         if (self.waiting or stuck) and not self._creating:
             return self.open_store(create=True)
-        self.missed.refused(self.waiting.opens, error)
-        effects: list[fx.Effect] = []
-        patient: list[Group] = []
         if reasons.is_away(error):
-            # What nodes hold of sealed groups is not given up because of time alone.
-            patient = [g for g in stuck if g.storing is not None]
-            stuck = [g for g in stuck if g.storing is None]
-        if patient or self.resume.held:
-            # Of held groups nobody is told anything before the store is open, whatever its error.
-            self._store_away = True
-            effects.append(fx.StartTimer(REOPEN_TIMER, REOPEN_S))
+            # Saves wait until their deadlines; what is sealed is not given up for time alone.
+            lost = [g for g in stuck if g.ready and g.storing is None]
+            late = self._look_later() if self.waiting or self.resume.held or stuck != lost else []
+            return late + self._give_up(lost, lambda _: error)
+        self.missed.refused(self.waiting.opens, error)
+        # Of held groups nobody is told anything before the store is open, whatever its error.
+        effects = self._look_later() if self.resume.held else []
         effects += self.waiting.refuse(lambda _: error)
         return effects + self._give_up(stuck, lambda _: error)
+
+    def _look_later(self) -> list[fx.Effect]:
+        """Open the store again after a while, and not before."""
+        if self._store_away:
+            return []
+        self._store_away = True
+        return [fx.StartTimer(REOPEN_TIMER, REOPEN_S)]
 
     # -- opening ---------------------------------------------------------
 
@@ -233,6 +242,7 @@ class Controller(AgentsOfJob):
             world_size=event.world_size,
             node_local=self.node_local,
             table=self.nodes,
+            stands=event.epoch in self._visible(),
         )
         self.groups[group.number] = group
         return group
@@ -321,6 +331,8 @@ class Controller(AgentsOfJob):
             return
         if group.outcome is Outcome.COMMITTED:
             self.committed[group.key] = group.content_id
+            for other in self.groups.values():
+                other.stands |= (other.lineage, other.epoch) == (group.lineage, group.epoch)
         self._note_attempt(group.key)
 
     def _admit_next(self) -> list[fx.Effect]:
@@ -363,6 +375,6 @@ class Controller(AgentsOfJob):
         oldest = next((g for g in held if g.store), None)
         if oldest is not None and oldest.ready:
             if not self.store_open:
-                return effects if self._store_away else effects + self.open_store(create=True)
+                return effects + self.open_store(create=True)
             effects += oldest.prepare()
         return effects

@@ -193,6 +193,17 @@ class StoreChunks(_Effect, frozen=True):
     record: SealedRecord | None = None
 
 
+class TakeRoom(_Effect, frozen=True):
+    """Take more memory for chunks of other nodes, so that there are ``replica_bytes`` in all.
+
+    As far as there is room now: nothing is waited for. Answer NodeRoom.
+    """
+
+    node: str
+    group: int
+    replica_bytes: int
+
+
 class AdoptGroup(_Effect, frozen=True):
     """A controller goes on with the group of this key, under this number.
 
@@ -363,7 +374,8 @@ class RunOrder(_Effect, frozen=True):
     JobReplicated only where the order keeps chunks or the record; JobStored or JobShort comes last.
     What an earlier round has done already is not done again.
 
-    Fetched chunks that are kept go to ``arena`` at ``offset``, at most ``length`` bytes.
+    Fetched chunks that are kept go to the ranges ``room`` of ``arena``, each an offset and a length
+    in bytes. Later orders have the ranges of earlier ones, and maybe more.
     """
 
     group: int
@@ -371,8 +383,7 @@ class RunOrder(_Effect, frozen=True):
     order: NodeOrder
     addresses: dict[str, str]
     arena: int
-    offset: int
-    length: int
+    room: tuple[tuple[int, int], ...] = ()
 
 
 class KeepContent(_Effect, frozen=True):

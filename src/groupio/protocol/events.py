@@ -128,6 +128,14 @@ class NodeBusy(_Event, frozen=True):
     node: str
 
 
+class NodeRoom(_Event, frozen=True):
+    """Answer to TakeRoom: so many bytes in all the node now has for chunks of other nodes."""
+
+    group: int
+    node: str
+    replica_bytes: int
+
+
 class NodeHashed(_Event, frozen=True):
     """Every chunk of the node's members is hashed and in its memory.
 
@@ -161,7 +169,8 @@ class NodeReplicated(_Event, frozen=True):
 
 
 class NodeShort(_Event, frozen=True):
-    """No peer gave the node these chunks (``digests`` uint8[n, 32]); ``liars`` sent wrong bytes."""
+    """No peer gave the node these chunks (``digests`` uint8[n, 32]); ``liars`` sent wrong bytes.
+    Without ``asked`` there was no room for them. ``copies`` are all replicas that it holds now."""
 
     group: int
     node: str
@@ -169,6 +178,7 @@ class NodeShort(_Event, frozen=True):
     digests: npt.NDArray[np.uint8]
     asked: tuple[str, ...]
     liars: tuple[str, ...] = ()
+    copies: npt.NDArray[np.uint8] | None = None
 
 
 class NodeStored(_Event, frozen=True):
@@ -429,13 +439,14 @@ class JobReplicated(_Event, frozen=True):
 
 
 class JobShort(_Event, frozen=True):
-    """The flush job got these chunks (uint8[n, 32]) from no peer: the round ends with this."""
+    """The round ends without these chunks (uint8[n, 32]); ``copies`` as in NodeShort."""
 
     group: int
     round: int
     digests: npt.NDArray[np.uint8]
     asked: tuple[str, ...]
     liars: tuple[str, ...] = ()
+    copies: npt.NDArray[np.uint8] | None = None
 
 
 class JobStored(_Event, frozen=True):
@@ -447,10 +458,7 @@ class JobStored(_Event, frozen=True):
 
 
 class JobFailed(_Event, frozen=True):
-    """The node's flush job failed.
-
-    That of a planned group keeps what it has: the same order may come again as a later round.
-    """
+    """The node's flush job failed; in a planned group it keeps what it has, to be tried again."""
 
     group: int
     error: GroupIOError
@@ -483,7 +491,7 @@ class MemoryReserved(_Event, frozen=True):
 
 
 _OfNode = NodeJoined | NodeLost | LinkMeasured | NodeAdmitted | NodeBusy | NodeRefused | NodeFailed
-_OfStoring = NodeHashed | Planned | NodeReplicated | NodeShort | NodeStored | NodeIdle
+_OfStoring = NodeRoom | NodeHashed | Planned | NodeReplicated | NodeShort | NodeStored | NodeIdle
 _OfMember = ClientArrived | MemberOpened | MemberCopied | MemberFailed | MemberGone
 _OfStore = StoreOpened | StoreUnavailable | LineageCreated | InflightPublished
 _OfAttempt = Prepared | Compared | Decided

@@ -69,12 +69,7 @@ class Group(PlannedGroup):
         """Begin: reserve memory on all nodes and make the attempt visible in the store."""
         assert self.phase is Phase.QUEUED
         self.phase, self.key, self.store = Phase.ADMITTING, key, store
-        effects: list[fx.Effect] = []
-        if store:
-            self._publishing = True
-            effects.append(
-                fx.PublishInflight(self.number, key, self.incarnation, self.world_size, self.nodes)
-            )
+        effects = self._publish() if store else []
         if store and self._to_be_planned():
             self.storing = self._new_storing()
         effects += self.admission.begin(self._order(node) for node in self._wanted())
@@ -102,6 +97,8 @@ class Group(PlannedGroup):
                 return self._on_stored(event)
             case ev.NodeHashed() | ev.NodeReplicated() | ev.NodeShort() | ev.Planned():
                 return self._on_planned_step(event)
+            case ev.NodeRoom():
+                return self._on_room(event)
             case ev.NodeIdle(node=node):
                 self._busy.discard(node)
                 return self._maybe_decide_abort()
@@ -113,8 +110,25 @@ class Group(PlannedGroup):
                 return self._on_timer()
         raise AssertionError(f"group {self.number} got {event!r}")
 
+    def _publish(self) -> list[fx.Effect]:
+        assert self.key is not None
+        self._publishing, self.unpublished = True, False
+        life = (self.incarnation, self.world_size, self.nodes)
+        return [fx.PublishInflight(self.number, self.key, *life)]
+
+    def can_wait(self, error: GroupIOError) -> bool:
+        """The attempt could not be made visible: there is time to do it when the store is back."""
+        return self.phase is Phase.ADMITTING and reasons.is_away(error)
+
+    def publish_again(self) -> list[fx.Effect]:
+        """The store is back."""
+        return self._publish() if self.unpublished else []
+
     def _on_published(self, error: GroupIOError | None) -> list[fx.Effect]:
         self._publishing = False
+        if error is not None and self.can_wait(error):
+            self.unpublished = True
+            return []
         if error is None:
             self.published = True
             return self._maybe_copy() + self._maybe_decide_abort()
@@ -238,7 +252,8 @@ class Group(PlannedGroup):
         effects: list[fx.Effect] = [fx.StopTimer(self.timer)]
         if self.phase in (Phase.GATHERING, Phase.QUEUED):
             return effects + self._failed(delete=False)
-        self.phase = Phase.ABORTING
+        self.phase, self.unpublished = Phase.ABORTING, False
+        self.admission.over = True
         lost = [node for node in self.admission.asked if self.table.gone(node)]
         self._busy = self.admission.asked.difference(lost)
         effects += [fx.AbortGroup(node, self.number) for node in self._in_order(self._busy)]
@@ -332,7 +347,7 @@ class Group(PlannedGroup):
 
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
         assert self.error is not None
-        if self.key is not None and not self.store:
+        if self.stands if self.key is None else not self.store:
             # The epoch stands, whatever became of this comparison with it.
             self.error = copy.copy(self.error).with_outcome(Outcome.COMMITTED)
         had_memory = self.phase not in (Phase.GATHERING, Phase.QUEUED)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from groupio.model import CHUNK_BYTES
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
+from groupio.protocol.ledger import EXTENT_ALIGN, extent_bytes
 from groupio.protocol.nodestate import REPLICA_ARENA, Lease, NodeGroup, NodeState
 from groupio.protocol.standby import Standby
 
@@ -46,7 +48,7 @@ class HeldGroups(Standby, NodeState):
         """Begin with the first order, if there is one."""
         if not group.orders or group.aborting or group.hashed is None:
             return []
-        order, extent = group.orders[0], group.replica
+        order = group.orders[0]
         group.resting = False
         return [
             fx.RunOrder(
@@ -55,10 +57,23 @@ class HeldGroups(Standby, NodeState):
                 order=order.order,
                 addresses=order.addresses,
                 arena=REPLICA_ARENA,
-                offset=0 if extent is None else extent.offset,
-                length=0 if extent is None else extent.length,
+                room=tuple((extent.offset, extent.length) for extent in group.replicas),
             )
         ]
+
+    def _on_take_room(self, event: fx.TakeRoom) -> list[fx.Effect]:
+        """Take what there is of the memory that further copies need, before groups that wait."""
+        group = self._by_number(event.group)
+        if group is None or not group.started or group.aborting:
+            return []
+        effects: list[fx.Effect] = []
+        gap = CHUNK_BYTES if group.replicas else 0
+        free = self.ledger.available // EXTENT_ALIGN * EXTENT_ALIGN
+        nbytes = min(extent_bytes(event.replica_bytes - group.room + gap), free)
+        if event.replica_bytes > group.room and nbytes > gap:
+            effects += [*self._lease_replica(group, nbytes), *self._give_way()]
+        group.said = [e for e in group.said if not isinstance(e, ev.NodeRoom)]
+        return effects + self._say(group, ev.NodeRoom(group.number, self.node, group.room))
 
     def _on_replicated(self, event: ev.JobReplicated) -> list[fx.Effect]:
         group = self.groups.get(event.group)
@@ -81,8 +96,16 @@ class HeldGroups(Standby, NodeState):
         group = self.groups.get(event.group)
         if group is None:
             return []
+        if event.copies is not None:
+            group.copies = event.copies
         short = ev.NodeShort(
-            group.number, self.node, event.round, event.digests, event.asked, event.liars
+            group=group.number,
+            node=self.node,
+            round=event.round,
+            digests=event.digests,
+            asked=event.asked,
+            liars=event.liars,
+            copies=event.copies,
         )
         return self._say(group, short) + self._next_order(group, event.round)
 
@@ -200,8 +223,8 @@ class HeldGroups(Standby, NodeState):
 
     def _free(self, group: NodeGroup, content: object) -> list[fx.Effect]:
         key = group.order.key if content is not None else None
-        if group.replica is not None:
-            self.ledger.free(group.replica, key)
+        for extent in group.replicas:
+            self.ledger.free(extent, key)
         for lease in group.leases.values():
             if lease.extent is None:
                 continue
@@ -238,6 +261,6 @@ def _held(group: NodeGroup) -> ev.HeldGroup:
         stored=group.stored,
         record=group.record if whole else None,
         round=group.round,
-        replica_bytes=0 if group.replica is None else order.replica_bytes,
+        replica_bytes=group.room,
         store=order.store,
     )

@@ -48,7 +48,7 @@ class AgentsOfJob(Lives):
         touched = []
         for group in list(self.groups.values()):
             held = left.get(group.key) if group.key is not None else None
-            if held is not None and held.group != group.number and not group.resumed:
+            if held is not None and not _is_of(held, group):
                 held = None
             if group.phase in HOLDS_MEMORY:
                 effects += group.rejoin(event.node, held)
@@ -208,3 +208,9 @@ class AgentsOfJob(Lives):
         error = told or reasons.not_resumed(held.key.epoch, "it was given up")
         # What was only compared stands, whatever became of the comparison.
         return error if held.store else copy.copy(error).with_outcome(Outcome.COMMITTED)
+
+
+def _is_of(held: ev.HeldGroup, group: Group) -> bool:
+    """The node holds a part of this very group: parts of two lives are never one group."""
+    same = (held.incarnation, held.world_size) == (group.incarnation, group.world_size)
+    return held.group == group.number or (group.resumed and same)

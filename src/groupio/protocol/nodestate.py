@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from groupio.model import NodeReport
+from groupio.model import CHUNK_BYTES, NodeReport
 from groupio.plan.layout import Layout, Wave
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -51,7 +51,7 @@ class NodeGroup:
     """The cancelled job touches nothing any more."""
     asked: dict[int, ev.LeaseAsked] = field(default_factory=dict)
     """What its members asked for, by rank."""
-    replica: Extent | None = None
+    replicas: list[Extent] = field(default_factory=list)
     """Memory for chunks of other nodes."""
     hashed: NodeReport | None = None
     stored: NodeReport | None = None
@@ -67,6 +67,12 @@ class NodeGroup:
     """The job has done all that it was told, and told so."""
     closing: fx.CloseGroup | None = None
     """The group is decided; its memory is given back once its job is idle."""
+
+    @property
+    def room(self) -> int:
+        """Bytes of chunks of other nodes that are sure to fit: each extent may end with a gap."""
+        gaps = CHUNK_BYTES * max(len(self.replicas) - 1, 0)
+        return sum(extent.length for extent in self.replicas) - gaps
 
     @property
     def quiet(self) -> bool:
@@ -127,6 +133,15 @@ class NodeState(ABC):
         self._arena_count += 1
         self.arenas[client] = self._arena_count
         return [fx.OpenArena(self._arena_count, client)]
+
+    def _lease_replica(self, group: NodeGroup, nbytes: int) -> list[fx.Effect]:
+        """Lease memory for chunks of other nodes."""
+        effects: list[fx.Effect] = []
+        if not self._replicas_open:
+            self._replicas_open = True
+            effects.append(fx.OpenArena(REPLICA_ARENA, ""))
+        group.replicas.append(self.ledger.lease(REPLICA_ARENA, nbytes, sparing=True))
+        return effects + drop_content(group.replicas[-1])
 
     def _drop_if_gone(self, client: str) -> list[fx.Effect]:
         """Give back the arena of a client whose process is gone, once nothing uses it."""

@@ -122,6 +122,18 @@ class PlannedGroup(GroupState):
         effects: list[fx.Effect] = list(storing.take_plan(event.plan, self.table))
         return effects + self._unreachable() + self._maybe_replicated()
 
+    def _on_room(self, event: ev.NodeRoom) -> list[fx.Effect]:
+        """A node took what room it has for further copies."""
+        storing = self.storing
+        if storing is None or self.phase is not Phase.STORING or not storing.on_room(event):
+            return []
+        if not storing.gained:
+            storing.stay_short()
+            return self._unreachable()
+        # Once all is durable, only members that were not told of copies yet wait for them.
+        late = storing.complete and Level.REPLICATED in self.levels
+        return [] if late else self._next_round(counted=False)
+
     def _maybe_plan(self) -> list[fx.Effect]:
         """Everything is copied and hashed: have the first round planned."""
         storing = self.storing
@@ -141,11 +153,11 @@ class PlannedGroup(GroupState):
             reports=tuple(storing.hashed[node] for node in storing.members),
         )
 
-    def _next_round(self) -> list[fx.Effect]:
+    def _next_round(self, *, counted: bool = True) -> list[fx.Effect]:
         assert self.storing is not None
         self.storing.replan(self._failed_nodes)
         self._failed_nodes = set()
-        plan = self.storing.next_round(self.table)
+        plan = self.storing.next_round(self.table, counted=counted)
         if isinstance(plan, GroupIOError):
             return self.fail(plan)
         return plan + self._unreachable()
@@ -234,6 +246,10 @@ class PlannedGroup(GroupState):
             if held is None:
                 return []
             self._returned.add(node)
+            for opened in held.opened:
+                # Nobody else knew of its members, who have to hear the end as well.
+                copied = opened.rank in held.copied
+                self.seats.setdefault(opened.rank, Seat(opened, copied=copied))
             return [fx.AdoptGroup(node, held.key, self.number)]
         if held is None:
             if not self.admission.holds(node):

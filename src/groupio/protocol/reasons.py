@@ -270,6 +270,11 @@ def thin(replicas: int, nbytes: int) -> str:
     return f"{nbytes} bytes cannot be copied to {replicas} failure domains"
 
 
+def fewer(replicas: int, lost: Sequence[str], why: str) -> str:
+    """A note: there were enough copies, and now there are not."""
+    return f"fewer than {replicas} copies since node(s) {', '.join(lost)} are lost: {why}"
+
+
 def cramped(replicas: int, nodes: Sequence[str]) -> str:
     """Why copies cannot be made: there is too little memory for them."""
     return (

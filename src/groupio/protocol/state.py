@@ -63,6 +63,8 @@ class GroupState(ABC):
     seats: dict[int, Seat] = field(default_factory=dict)
     key: DecisionKey | None = None
     store: bool = True
+    stands: bool = False
+    """The epoch is committed already, whatever becomes of this group."""
     outcome: Outcome = Outcome.NOT_COMMITTED
     content_id: bytes = b""
     timer: str = ""
@@ -81,6 +83,8 @@ class GroupState(ABC):
     """An earlier controller of the job began the attempt, and may even have decided it."""
     away: GroupIOError | None = None
     """The store cannot be reached now; it is tried again."""
+    unpublished: bool = False
+    """The store was away when the attempt was to be made visible; it will be when it is back."""
     _publishing: bool = False
     _reports: dict[str, NodeReport] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
@@ -140,6 +144,11 @@ class GroupState(ABC):
         return set(self._reports) == set(self.nodes)
 
     @property
+    def stuck(self) -> bool:
+        """It needs an open store to go on."""
+        return self.phase is Phase.QUEUED or self.ready or self.unpublished
+
+    @property
     def doomed(self) -> bool:
         """The group was given up; its attempt will be decided abort."""
         return self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING)
@@ -164,11 +173,13 @@ class GroupState(ABC):
         return [*told, *self._unreachable()]
 
     def _unreachable(self) -> list[fx.Effect]:
-        """Tell the members once when the group cannot be REPLICATED."""
-        if self.first.replicas == 1 or not self.store or self._told_of(Level.REPLICATED):
+        """Tell the members once when the group cannot be REPLICATED; what was told stays told."""
+        if self.first.replicas == 1 or not self.store:
             return []
         why = self._why_not_replicated()
-        if not why:
+        if why and self.storing is not None and Level.REPLICATED in self.levels:
+            self.storing.note_fewer(why)
+        if not why or self._told_of(Level.REPLICATED):
             return []
         error = reasons.not_replicated(self.epoch, why)
         told = [fx.TellUnreachable(s.seat, Level.REPLICATED, error) for s in self.seats.values()]

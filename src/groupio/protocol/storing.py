@@ -26,7 +26,10 @@ from groupio.protocol import reasons
 from groupio.protocol.nodes import Nodes
 
 ROUNDS_MAX = 8
-"""So many plans are made for one group at most."""
+"""So many plans are made for one group at most, those that only make copies not counted."""
+
+ROOM_ASKS_MAX = 8
+"""So often are nodes asked for more room for the copies of one group."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class Storing:
     thin: str = ""
     """Why the newest plan does not make so many copies of every chunk, or ""."""
     record: ev.SealedRecord | None = None
+    gained: bool = False
+    """Some node has more room for copies than when the newest plan was made."""
     _plans: int = 0
     _planning: int = 0
     _shunned: set[str] = field(default_factory=set)
@@ -66,6 +71,13 @@ class Storing:
     """What nodes were told and have not finished, oldest first."""
     _keeps: dict[str, int] = field(default_factory=dict)
     """The round up to which a node has to say that it keeps what it was told to keep."""
+    _recorded: set[str] = field(default_factory=set)
+    """Nodes that keep the sealed record: it is long, and sent once."""
+    _asks: int = 0
+    _asked: dict[str, int] = field(default_factory=dict)
+    """Replica bytes that nodes are asked to have in all, and have not answered."""
+    _short: GroupPlan | None = None
+    """The newest plan, if it lacked the room that nodes are asked for."""
 
     # -- questions ---------------------------------------------------------
 
@@ -83,11 +95,12 @@ class Storing:
     @property
     def complete(self) -> bool:
         """Every chunk is durable."""
-        return self.planned and not self._planning and not any(self._orders.values())
+        told = any(self._orders.values()) or self._asked
+        return self.planned and not self._planning and not told
 
     def replicated(self, table: Nodes) -> bool:
         """So many nodes hold every chunk, and the sealed record, as the members asked for."""
-        settled = self.planned and not self._planning and not self._keeps
+        settled = self.planned and not (self._planning or self._keeps or self._asked)
         return settled and not self.obstacle(table)
 
     def obstacle(self, table: Nodes) -> str:
@@ -112,9 +125,9 @@ class Storing:
 
     # -- rounds ---------------------------------------------------------
 
-    def next_round(self, table: Nodes) -> list[fx.Effect] | GroupIOError:
+    def next_round(self, table: Nodes, *, counted: bool = True) -> list[fx.Effect] | GroupIOError:
         """Have the rest planned; an error when bytes are lost or there were too many rounds."""
-        if self._plans == ROUNDS_MAX:
+        if counted and self._plans == ROUNDS_MAX:
             return reasons.rounds_over(self.epoch, ROUNDS_MAX, self.notes)
         reports = tuple(self.hashed[node] for node in self.members)
         trusted = self.holders - self.lost
@@ -124,10 +137,11 @@ class Storing:
             missing = missing_chunks(reports, frozenset(self.lost), done, copies)
             if missing.chunks:
                 return reasons.bytes_lost(self.epoch, missing, self.notes)
-        self._plans += 1
+        self._plans += counted
         self.round += 1
         self._planning, self.planned = self.round, True
-        self.thin = ""
+        self.thin, self._short = "", None
+        self._asked.clear()
         links = table.links(trusted, self._shunned)
         replicas = 1 if self.cramped else min(self.replicas, len(domains_of(links)))
         return [
@@ -160,12 +174,15 @@ class Storing:
     def take_plan(self, plan: GroupPlan, table: Nodes) -> list[fx.Effect]:
         """A plan is made: tell the nodes."""
         self._planning = 0
-        if plan.short_bytes:
-            self.thin = reasons.thin(self.replicas, plan.short_bytes)
-        self.notes += [note for note in plan.notes if note not in self.notes]
-        effects: list[fx.Effect] = []
+        self._short = plan
+        effects = self._ask_room(plan)
+        if not effects:
+            self.stay_short()
         nothing = NodeOrder(np.zeros(0, np.int64), (), False)
-        orders = {node: plan.orders.get(node, nothing) for node in self.holders - self.lost}
+        orders = {
+            node: self._without_record(node, plan.orders.get(node, nothing))
+            for node in self.holders - self.lost
+        }
         # An order with the record takes long on its way: it keeps no other one waiting.
         for node, order in sorted(orders.items(), key=lambda pair: (pair[1].record, pair[0])):
             busy = len(order.write) or order.fetch or order.record
@@ -173,6 +190,42 @@ class Storing:
                 continue
             effects.append(self._tell(node, order, table))
         return effects
+
+    def _ask_room(self, plan: GroupPlan) -> list[fx.Effect]:
+        """Ask nodes for the room that some copies lack, as after the loss of a node."""
+        if not plan.room or self._asks == ROOM_ASKS_MAX:
+            return []
+        self._asks += 1
+        self.gained = False
+        self._asked = {n: plan.room[n] for n in sorted(plan.room.keys() & self.holders)}
+        return [fx.TakeRoom(node, self.number, room) for node, room in self._asked.items()]
+
+    def on_room(self, event: ev.NodeRoom) -> bool:
+        """A node says how much room it has; True when it is the last one that was asked."""
+        if event.node not in self.holders:
+            return False
+        before = self.shares.get(event.node, 0)
+        self.shares[event.node] = max(before, event.replica_bytes)
+        self.gained |= self.shares[event.node] > before
+        return self._asked.pop(event.node, None) is not None and not self._asked
+
+    def stay_short(self) -> None:
+        """There is no more room: what the newest plan says stands."""
+        plan, self._short = self._short, None
+        assert plan is not None
+        if plan.short_bytes:
+            self.thin = reasons.thin(self.replicas, plan.short_bytes)
+        self.notes += [note for note in plan.notes if note not in self.notes]
+
+    def note_fewer(self, why: str) -> None:
+        """Members were told of copies that are gone, and there will be no others."""
+        note = reasons.fewer(self.replicas, sorted(self.lost), why)
+        self.notes += [note] if note not in self.notes else []
+
+    def _without_record(self, node: str, order: NodeOrder) -> NodeOrder:
+        """The order without the record, where the node has it or will have it."""
+        coming = any(told.record is not None for told in self._orders.get(node, ()))
+        return replace(order, record=order.record and not coming and node not in self._recorded)
 
     def _tell(self, node: str, order: NodeOrder, table: Nodes) -> fx.StoreChunks:
         sources = {name for part in order.fetch for name in (part.source, *part.others)}
@@ -191,7 +244,8 @@ class Storing:
 
     def again(self, node: str) -> list[fx.Effect]:
         """A node may not have heard its orders; it knows those that it did hear by their round."""
-        return list(self._orders.get(node, ()))
+        asked = [fx.TakeRoom(node, self.number, n) for n in (self._asked.get(node),) if n]
+        return [*asked, *self._orders.get(node, ())]
 
     def retry(self, node: str) -> list[fx.Effect]:
         """A node failed for a while: it is told once more what it has not finished."""
@@ -211,6 +265,9 @@ class Storing:
         if event.node not in self.holders:
             return
         self.copies[event.node] = event.copies
+        told = [t for t in self._orders.get(event.node, ()) if t.round <= event.round]
+        if any(t.record is not None for t in told):
+            self._recorded.add(event.node)
         if event.round >= self._keeps.get(event.node, event.round + 1):
             del self._keeps[event.node]
 
@@ -228,6 +285,8 @@ class Storing:
         if not told:
             return False
         self._orders[event.node].remove(told[0])
+        if event.copies is not None:
+            self.copies[event.node] = event.copies
         if self._keeps.get(event.node) == event.round:
             del self._keeps[event.node]
         for liar in event.liars:
@@ -255,7 +314,7 @@ class Storing:
         self._forget(node)
 
     def _forget(self, node: str) -> None:
-        for table in (self.copies, self._orders, self._keeps):
+        for table in (self.copies, self._orders, self._keeps, self._asked):
             table.pop(node, None)
 
 

@@ -240,30 +240,40 @@ class FlushJob:
         asked: set[str] = set()
         liars: set[str] = set()
         kept: list[bytes] = []
+        lacking = False
         for fetch in order.fetch:
             got = yield from self._fetch(fetch, run.addresses, asked, liars)
             if self.stopped():
                 return
             for i, name in enumerate(_digests(fetch.digests)):
                 if name not in got:
+                    lacking = True
                     short.append(name)
                     continue
                 size = int(fetch.lengths[i])
                 if fetch.keep[i]:
+                    if name not in self.copies and not self.node.fits(run, len(self.copies)):
+                        short.append(name)
+                        continue
                     self.copies[name] = size
                     kept.append(name)
                 if fetch.write[i] and name not in self.places:
                     writes.append((name, size))
-        self.node.keep(run, kept)
+        self.node.keep(run, kept, self.copies)
+        copies = np.frombuffer(b"".join(self.copies), np.uint8).reshape(-1, 32)
         if short:
             missing = np.frombuffer(b"".join(short), np.uint8).reshape(-1, 32)
             self.node.feed(
                 ev.JobShort(
-                    self.group, run.round, missing, tuple(sorted(asked)), tuple(sorted(liars))
+                    self.group,
+                    run.round,
+                    missing,
+                    tuple(sorted(asked)) if lacking else (),
+                    tuple(sorted(liars)),
+                    copies,
                 )
             )
             return
-        copies = np.frombuffer(b"".join(self.copies), np.uint8).reshape(-1, 32)
         self.node.feed(ev.JobReplicated(self.group, run.round, copies))
         yield from self._write(writes)
         yield from self._close_segment()

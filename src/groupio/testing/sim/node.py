@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -296,17 +297,32 @@ class Node:
                 return table[name]
         return None
 
-    def keep(self, run: Any, names: list[bytes]) -> None:
-        """Put replicas into memory."""
+    def fits(self, run: Any, copies: int) -> bool:
+        """There is room for one more replica."""
+        chunk = self.sim.options.chunk_bytes
+        return bool(copies < sum(length // chunk for _, length in run.room))
+
+    def keep(self, run: Any, names: list[bytes], copies: Collection[bytes]) -> None:
+        """Put replicas into memory; ``copies`` are all that the group has there."""
         if not names:
             return
         size = self.sim.options.chunk_bytes * len(names)
-        if size > run.length:
-            raise Violated(11, f"{self.name}: replicas of {size} bytes for {run.length}")
-        if self.use_of(run.arena, run.offset) is not Use.LEASED:
+        room = sum(length for _, length in run.room)
+        if size > room:
+            raise Violated(11, f"{self.name}: replicas of {size} bytes for {room}")
+        if any(self.use_of(run.arena, offset) is not Use.LEASED for offset, _ in run.room):
             raise Violated(12, f"{self.name}: replicas go to memory that is not leased")
-        there = self.memory.get((run.arena, run.offset), ())
-        self.memory[run.arena, run.offset] = (*there, *names)
+        there = {at: self.memory.get((run.arena, at), ()) for at, _ in run.room}
+        # What lies there of an earlier group is overwritten.
+        there = {at: tuple(n for n in old if n in copies) for at, old in there.items()}
+        here = {name for old in there.values() for name in old}
+        left = [name for name in dict.fromkeys(names) if name not in here]
+        for offset, length in run.room:
+            fits = max(length // self.sim.options.chunk_bytes - len(there[offset]), 0)
+            self.memory[run.arena, offset] = (*there[offset], *left[:fits])
+            del left[:fits]
+        if left:
+            raise Violated(11, f"{self.name}: {len(left)} replicas find no room any more")
 
     def holds(self, name: bytes) -> bool:
         """The chunk is in memory here."""

@@ -63,8 +63,10 @@ class Oracle:
             if isinstance(file.content, Commit):
                 raise Violated(7, f"{key} begins after attempt {attempt} is committed")
 
-    def taken(self, key: DecisionKey) -> None:
+    def taken(self, key: DecisionKey, group: int) -> None:
         """A group chose an attempt that is another's: a stale listing did not show it."""
+        if self.group_of.get(key, (0, 0))[1] != group:
+            return  # it is that of the other one: what was noted last is right
         self.seats.pop(key, None)
         self.lives.pop(key, None)
         self.group_of.pop(key, None)
@@ -280,7 +282,14 @@ class Oracle:
     def read(self, key: DecisionKey) -> None:
         """10: a member reads an epoch and verifies each chunk before it uses it."""
         file = self.sim.disk.get("epochs", str(key))
-        assert file is not None
+        if file is None or not isinstance(file.content, Commit):
+            # It was seen before its directory was flushed, and a power cut took it: nobody may
+            # have been told that it stands.
+            at = (key.lineage, key.epoch)
+            durable = [a for a in self.acks if a.level is Level.DURABLE]
+            if any((ack.lineage, ack.epoch) == at for ack in durable):
+                raise Violated(2, f"{key} was DURABLE, and its record is gone")
+            return
         manifest = file.content.manifest
         chunks = manifest.chunks
         for row, number in enumerate(chunks.segments.tolist()):

@@ -228,7 +228,7 @@ class JobStore(Records):
             effect.key, effect.incarnation, effect.world_size, getattr(effect, "nodes", ())
         )
         if not (yield from self.put("inflight", str(effect.key), record, durable=False)):
-            self.sim.oracle.taken(effect.key)
+            self.sim.oracle.taken(effect.key, effect.group)
             raise StorageError(f"{effect.key} is taken", path=_PATH, errno=17)
         self.sim.oracle.published(effect.key)
         return ev.InflightPublished(effect.group)
