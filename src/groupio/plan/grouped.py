@@ -127,11 +127,7 @@ def plan_group(
         short_bytes=short,
         notes=_notes(links, placed, short, replicas),
         reused=reused,
-        room={
-            link.node: shares.get(link.node, 0) + int(more)
-            for link, more in zip(links, placed.lacking.tolist(), strict=True)
-            if more
-        },
+        room=_room(links, shares, placed),
     )
 
 
@@ -282,6 +278,15 @@ def structure(
     for column in columns:
         hasher.update(np.ascontiguousarray(column, np.int64).tobytes())
     return hasher.digest()
+
+
+def _room(links: Sequence[NodeLink], shares: Mapping[str, int], placed: Copies) -> dict[str, int]:
+    """The replica bytes that nodes would need in all, where they lack some."""
+    return {
+        link.node: shares.get(link.node, 0) + int(more)
+        for link, more in zip(links, placed.lacking.tolist(), strict=True)
+        if more
+    }
 
 
 def _notes(links: Sequence[NodeLink], placed: Copies, short: int, replicas: int) -> tuple[str, ...]:
