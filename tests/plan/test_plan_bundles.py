@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from groupio.plan.bundles import BUNDLES, bundle
@@ -18,8 +18,9 @@ SETS = [(0,), (0, 1), (1, 2), (2,)]
     chunks=st.integers(0, 400),
     longest=st.sampled_from([1, 5, 3000, 1 << 22]),
     wanted=st.sampled_from([0.0, 0.5, 1.0]),
-    limit=st.sampled_from([1, 4, 40, 10_000]),
+    limit=st.sampled_from([1, 4, 40, 100, 10_000]),
 )
+@example(seed=1, chunks=400, longest=3000, wanted=1.0, limit=100)
 @settings(deadline=None, max_examples=150)
 def test_units_are_the_wanted_chunks(
     seed: int, chunks: int, longest: int, wanted: float, limit: int
