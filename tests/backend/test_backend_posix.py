@@ -212,7 +212,7 @@ def test_mount_over_the_store_is_noticed(store: PosixBackend, tmp_path: Path, be
     with mounted(tmp_path / "store" / below, "-t", "tmpfs", "tmpfs"):
         with pytest.raises(StorageError) as error:
             store.check_identity()
-        assert error.value.errno == errno.ESTALE
+        assert error.value.errno == errno.EREMCHG
         # What is open leads to the old store still, never to the new mount.
         assert store.put_if_absent(EPOCHS, "x", b"old store")
         assert not (tmp_path / "store" / EPOCHS / "x").exists()
@@ -229,7 +229,7 @@ def test_replaced_store_is_noticed(store: PosixBackend, tmp_path: Path) -> None:
     PosixBackend.open(tmp_path / "store", create=True).close()
     with pytest.raises(StorageError) as error:
         store.check_identity()
-    assert error.value.errno == errno.ESTALE
+    assert error.value.errno == errno.EREMCHG
 
 
 def test_replaced_record_is_noticed(store: PosixBackend, tmp_path: Path) -> None:

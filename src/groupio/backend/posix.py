@@ -159,7 +159,7 @@ class PosixBackend(PosixTree):
             f"the store at {self._path} is not the one that was opened: {why}; restore the "
             "mount, or connect anew to use what is there",
             path=self._path,
-            errno=errno.ESTALE,
+            errno=errno.EREMCHG,
         )
 
     def store_record(self) -> StoreRecord:

@@ -118,7 +118,7 @@ class Group(PlannedGroup):
 
     def can_wait(self, error: GroupIOError) -> bool:
         """The attempt could not be made visible: there is time to do it when the store is back."""
-        return self.phase is Phase.ADMITTING and reasons.is_away(error)
+        return self.phase is Phase.ADMITTING and reasons.may_return(error)
 
     def publish_again(self) -> list[fx.Effect]:
         """The store is back."""

@@ -42,9 +42,12 @@ _AWAY = frozenset(
         errno.ENETUNREACH,
         errno.ESTALE,
         errno.ENODEV,
+        errno.EREMCHG,
     )
 )
-"""Errors of a store that cannot be reached now, as of a file server that is being restarted."""
+"""Errors of a store that cannot be reached now, as of a file server that is being restarted.
+
+EREMCHG: its path leads to something else, as when it is not mounted any more."""
 
 _SHOWN_MAX = 16
 """So many ranks are written out; of thousands, the count is enough."""
@@ -374,6 +377,11 @@ def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAbor
 def is_away(error: GroupIOError | None) -> bool:
     """The store cannot be reached now; nothing is said of what is in it."""
     return isinstance(error, StorageError) and error.errno in _AWAY
+
+
+def may_return(error: GroupIOError | None) -> bool:
+    """The store is away and nothing else is in its place, so that new saves may wait for it."""
+    return is_away(error) and getattr(error, "errno", None) != errno.EREMCHG
 
 
 def causes(error: Any) -> tuple[int, ...]:
