@@ -15,6 +15,7 @@ import groupio
 from groupio import wire
 from groupio.agent import process
 from groupio.protocol import messages as msg
+from groupio.testing.fabric_suite import eventually
 
 MIB = 1 << 20
 RATE = 10e6
@@ -81,8 +82,7 @@ def test_writes_keep_to_a_stated_uplink_all_the_time(join: Join) -> None:
     assert (shown["uplink_bytes_per_s"], shown["fabric_bytes_per_s"]) == (RATE, None)
     assert shown["share"] == 1
     with client.foreground(0.25):
-        while pace(client)["share"] != 0.25:
-            assert time.monotonic() - began < 100
+        eventually(lambda: pace(client)["share"] == 0.25)
     assert np.array_equal(client.load(2)["x"], data(0, 40_000_000)["x"])
 
 
@@ -119,13 +119,11 @@ def test_a_rank_that_loads_in_its_own_interval_does_not_wait_for_its_end(join: J
     client = join("n1", controller="store", memory_bytes=512 * MIB)
     client._connected()
     with client.foreground(share=0):
-        while pace(client)["share"] != 0:
-            time.sleep(0.01)
+        eventually(lambda: pace(client)["share"] == 0)
         began = time.monotonic()
         loaded = client.load(1)
         took = time.monotonic() - began
-        while pace(client)["share"] != 0:
-            time.sleep(0.01)
+        eventually(lambda: pace(client)["share"] == 0)
     assert np.array_equal(loaded["x"], data(3, size)["x"])
     assert pace(client)["uplink_bytes_per_s"] is None
     assert took < 8, "a pause lasts 10 s"
