@@ -78,6 +78,22 @@ def test_a_gap_makes_good_what_was_held_before_it() -> None:
     assert world.applied == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_an_interval_that_holds_nothing_back_counts_for_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    world.foreground.enter("a", 1.0)
+    for _ in range(60):
+        world.sleep(1)
+    assert caplog.text == ""
+    world.foreground.enter("a", 0.0)
+    world.sleep(FOREGROUND_MAX_S - 1)
+    assert world.applied == [0.0]
+    world.sleep(1)
+    world.sleep(1)
+    assert world.applied == [0.0, 1.0]
+
+
 def test_short_gaps_cannot_starve_storage() -> None:
     world, free = World(), 0.0
     for _ in range(2000):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,14 @@ def test_the_end_of_the_agent_wakes_everybody(rate: float | None) -> None:
     assert not thread.is_alive()
 
 
+@contextmanager
+def soon() -> Iterator[None]:
+    """Long before anybody looks by itself whether to stop."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < 30
+
+
 class Recorded(Uplink):
     """Notes what wants to move."""
 
@@ -200,7 +208,8 @@ def test_a_job_that_is_held_ends_at_once_when_it_is_cancelled(
     add_all(job, 0, saved(ITEMS, seed=1))
     job.finish()
     eventually(lambda: pool.uplink.writes._waiting > 0)
-    become_idle(job)
+    with soon():
+        become_idle(job)
     assert outcomes.report is None
     assert store.segments() == []
     pool.uplink.set_share(1.0)
@@ -237,7 +246,8 @@ def test_a_planned_job_that_is_held_ends_at_once_when_it_is_cancelled(
     pool.uplink.set_share(0.0)
     node.flush.run_order(1, NodeOrder(np.arange(len(report.chunks)), (), False), {}, ())
     eventually(lambda: pool.uplink.writes._waiting > 0)
-    node.close()  # waits until the job is idle
+    with soon():
+        node.close()  # waits until the job is idle
     assert node.said.empty()
     assert store.segments() == []
 
@@ -341,5 +351,6 @@ def test_a_read_that_is_held_ends_at_once_when_it_is_closed(store: Store, pool: 
     pool.uplink.set_share(0.0)
     reading.read()
     eventually(lambda: pool.uplink.reads._waiting == 2)
-    reading.close()  # waits for the threads
+    with soon():
+        reading.close()  # waits for the threads
     assert reading.told == []

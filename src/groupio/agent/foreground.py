@@ -21,6 +21,8 @@ intervals slow it down, but cannot starve it."""
 GAP_PART = 0.1
 """Gaps count: where they make up this part of the time, storage is not let go on for that."""
 
+_EPSILON_S = 1e-3
+
 
 class Foreground:
     """Which clients are in an interval, and what share that leaves. Runs in the event loop.
@@ -49,13 +51,13 @@ class Foreground:
 
     def enter(self, client: str, share: float) -> None:
         """The client is in an interval with this share, or in another one than before."""
-        if not self._shares:
-            self._count()
-            self._period += 1
-            period = self._period
-            self._later(max(FOREGROUND_MAX_S - self._held_s, 0.0), lambda: self._lift(period))
+        self._count()
+        begins = not self._shares
         self._shares[client] = share
         self._set()
+        if begins:
+            self._period += 1
+            self._look_later()
 
     def leave(self, client: str) -> None:
         """The client is in no interval, or is gone."""
@@ -68,23 +70,32 @@ class Foreground:
         self._set()
 
     def _count(self) -> None:
-        """Account for the time since this was called last, in which nothing began or ended."""
+        """Account for the time since this was called last, in which the share was the same."""
         now = self._clock()
         seconds, self._counted_at = now - self._counted_at, now
-        if self._lifted or not self._shares:
+        if self.share >= 1:
             seconds *= 1 - 1 / GAP_PART
         self._held_s = min(max(self._held_s + seconds, 0.0), FOREGROUND_MAX_S)
 
-    def _lift(self, period: int) -> None:
-        if period == self._period and self._shares:
-            log.warning(
-                "ranks have marked foreground intervals for %.0f s with hardly a gap; storage "
-                "goes on at full speed until there is one",
-                FOREGROUND_MAX_S,
-            )
-            self._count()
-            self._lifted = True
-            self._set()
+    def _look_later(self) -> None:
+        period = self._period
+        self._later(max(FOREGROUND_MAX_S - self._held_s, 0.0), lambda: self._look(period))
+
+    def _look(self, period: int) -> None:
+        """Let storage go on when it has given way for long enough in this period."""
+        if period != self._period or not self._shares or self._lifted:
+            return
+        self._count()
+        if FOREGROUND_MAX_S - self._held_s > _EPSILON_S:
+            self._look_later()  # there was a time in which it was not held
+            return
+        log.warning(
+            "ranks have marked foreground intervals for %.0f s with hardly a gap; storage goes on "
+            "at full speed until there is one",
+            FOREGROUND_MAX_S,
+        )
+        self._lifted = True
+        self._set()
 
     def _set(self) -> None:
         share = 1.0 if self._lifted else min(self._shares.values(), default=1.0)
