@@ -37,9 +37,11 @@ class Settings:
     replicas: int = 1
     """Nodes that hold the bytes at level REPLICATED, this one included."""
     uplink_bytes_per_s: float | None = None
-    """What this node may write to the store, in bytes per second (None: all it can)."""
+    """What this node's agent may write to stores, and read from them, in bytes per second each
+    (None: all it can)."""
     fabric_bytes_per_s: float | None = None
-    """What this node may send to other nodes, in bytes per second (None: all it can)."""
+    """What this node may send to other nodes, and get from them, in bytes per second each
+    (None: all it can)."""
     failure_domain: str | None = None
     """What fails together with this node (a rack, a power feed); None: the node alone."""
     file_mode: int | None = None

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from groupio.agent.foreground import FOREGROUND_MAX_S, Brake, Foreground
-from groupio.agent.workers import WorkerPool
+from groupio.agent.foreground import FOREGROUND_MAX_S, GAP_PART, Foreground
+from groupio.agent.uplink import Brake
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.tcp import TcpFabric
 from groupio.testing.fabric_suite import JOB, MIB, TOKEN, Holdings, eventually, soon, want
@@ -23,7 +23,7 @@ class World:
         self.applied: list[float] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._now = 0.0
-        self.foreground = Foreground(self.applied.append, self._later)
+        self.foreground = Foreground(self.applied.append, self._later, lambda: self._now)
 
     def _later(self, seconds: float, step: Callable[[], None]) -> None:
         self._timers.append((self._now + seconds, step))
@@ -59,22 +59,62 @@ def test_intervals_without_a_gap_cannot_starve_storage(caplog: pytest.LogCapture
         world.foreground.enter(str(turn + 1), 0.0)
         world.foreground.leave(str(turn))
     assert world.applied == [0.0, 1.0]
-    assert "without a gap" in caplog.text
+    assert "hardly a gap" in caplog.text
     world.foreground.leave("20")
     world.foreground.enter("a", 0.0)
     assert world.applied == [0.0, 1.0, 0.0]
 
 
-def test_each_period_has_its_own_limit() -> None:
+def test_a_gap_makes_good_what_was_held_before_it() -> None:
     world = World()
     world.foreground.enter("a", 0.0)
     world.sleep(FOREGROUND_MAX_S - 1)
     world.foreground.leave("a")
+    world.sleep(FOREGROUND_MAX_S * GAP_PART)
     world.foreground.enter("a", 0.0)
     world.sleep(FOREGROUND_MAX_S - 1)
     assert world.applied == [0.0, 1.0, 0.0]
     world.sleep(1)
     assert world.applied == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_interval_that_holds_nothing_back_counts_for_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    world.foreground.enter("a", 1.0)
+    for _ in range(60):
+        world.sleep(1)
+    assert caplog.text == ""
+    world.foreground.enter("a", 0.0)
+    world.sleep(FOREGROUND_MAX_S - 1)
+    assert world.applied == [0.0]
+    world.sleep(1)
+    world.sleep(1)
+    assert world.applied == [0.0, 1.0]
+
+
+def test_short_gaps_cannot_starve_storage() -> None:
+    world, free = World(), 0.0
+    for _ in range(2000):
+        world.foreground.enter("a", 0.0)
+        for _ in range(9):
+            world.sleep(0.01)
+            free += 0.01 * (world.foreground.share == 1)
+        world.foreground.leave("a")
+        world.sleep(0.001)
+    assert free >= 2000 * 0.09 * GAP_PART / 2
+    assert free <= 2000 * 0.09 * GAP_PART * 2
+
+
+def test_gaps_that_are_long_enough_keep_storage_held() -> None:
+    world = World()
+    for _ in range(100):
+        world.foreground.enter("a", 0.0)
+        world.sleep(0.8)
+        world.foreground.leave("a")
+        world.sleep(0.2)
+    assert world.applied == [0.0, 1.0] * 100
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.0, 0.0), (0.1, 0.2), (0.5, 0.65)])
@@ -83,10 +123,11 @@ def test_brake_leaves_a_share_of_the_time(share: float, most: float) -> None:
 
     def work() -> None:
         while not stop.is_set():
-            with brake.moving():
-                began = time.monotonic()
-                time.sleep(0.005)
-                worked[0] += time.monotonic() - began
+            brake.wait(stop.is_set)
+            began = time.monotonic()
+            time.sleep(0.005)
+            worked[0] += time.monotonic() - began
+            brake.worked(began)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -100,19 +141,6 @@ def test_brake_leaves_a_share_of_the_time(share: float, most: float) -> None:
     brake.set(1.0)
     thread.join()
     assert part <= most
-
-
-def test_writer_threads_are_under_the_brake_and_hash_threads_are_not() -> None:
-    workers = WorkerPool()
-    done: list[str] = []
-    workers.brake.set(0.0)
-    workers.submit_write(lambda: done.append("write"))
-    workers.submit_hash(lambda: done.append("hash"))
-    eventually(lambda: done == ["hash"])
-    time.sleep(0.1)
-    assert done == ["hash"]
-    assert workers.close(timeout_s=5.0)
-    assert done == ["hash", "write"]
 
 
 def test_fabric_moves_no_more_than_its_share_in_an_interval() -> None:

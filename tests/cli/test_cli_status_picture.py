@@ -53,6 +53,17 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
         assert any(all(word in line for word in some) for line in lines), (some, lines)
 
 
+def test_what_holds_bytes_back_is_shown() -> None:
+    memory = {"budget": 2 << 30, "leased": 0, "quarantined": 0, "free": 0}
+    agent = {"pid": 1, "version": "0", "uptime_s": 9, "log": "/log", "memory": memory}
+    answer = {"agent": agent, "jobs": [], "clients": []}
+    free = {"uplink_bytes_per_s": None, "fabric_bytes_per_s": None, "share": 1.0, "held_s": 0.0}
+    agent["pace"] = free
+    assert "pace" not in shown(answer)
+    agent["pace"] = free | {"uplink_bytes_per_s": 1e9, "share": 0.1}
+    assert "uplink at most 1 GB/s, foreground: 10% of it" in shown(answer)
+
+
 def test_rates_are_in_powers_of_1000() -> None:
     assert [rate(r) for r in (12, 1500, 2.5e6, 125e6, 12.5e9, 4e12)] == [
         "12 B/s",

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_agent import FakeAgent
+from client_store import StoreBuilder
+from fake_agent import Background, FakeAgent
 
 import groupio
+from groupio.client.foreground import set_aside
 from groupio.protocol import messages as msg
+from groupio.testing.fabric_suite import eventually
 
 Connect = Callable[..., groupio.Client]
 
@@ -34,6 +37,51 @@ def test_intervals_nest_and_the_lowest_share_counts(connect: Connect, agent: Fak
     assert told == [0.25, 0.0, 0.25, None, 1.0, None]
     client.close()
     assert isinstance(peer.take(msg.Bye), msg.Bye)
+
+
+def test_a_rank_that_waits_for_a_load_is_in_no_interval(connect: Connect, agent: FakeAgent) -> None:
+    first, second = connect(), connect()
+    peers = agent.peer(), agent.peer()
+    with first.foreground(0.5), second.foreground(0):
+        with set_aside():
+            with set_aside(), first.foreground(0.25):
+                pass
+            with first.foreground(0.75):
+                pass
+        with first.foreground(0.125):
+            pass
+    told = [[peer.take(msg.Foreground).share for _ in range(4)] for peer in peers]
+    assert sorted(told, key=str) == [[0.0, None, 0.0, None], [0.5, None, 0.5, 0.125]]
+
+
+def test_settling_what_was_staged_is_no_time_to_hold_it(
+    connect: Connect, agent: FakeAgent, background: Background, store: StoreBuilder
+) -> None:
+    client = connect()
+    peer = agent.peer()
+    with client.foreground(0):
+        loading = background.submit(client.load)
+        assert peer.take(msg.Foreground).share == 0
+        assert peer.take(msg.Foreground).share is None
+        settle = peer.take(msg.Settle)
+        peer.send(msg.Settled(settle.request_id))
+        assert peer.take(msg.Foreground).share == 0
+        with pytest.raises(groupio.NotFound):
+            loading.result(20)
+    assert peer.take(msg.Foreground).share is None
+
+
+def test_an_agent_that_is_new_hears_of_an_open_interval(connect: Connect, agent: FakeAgent) -> None:
+    client = connect()
+    peer = agent.peer()
+    with client.foreground(0.5):
+        assert peer.take(msg.Foreground).share == 0.5
+        peer.die()
+        eventually(lambda: not client._connections[-1].is_usable)
+        client._connected()
+        peer = agent.peer()
+        assert peer.take(msg.Foreground).share == 0.5
+    assert peer.take(msg.Foreground).share is None
 
 
 def test_without_an_agent_nothing_has_to_give_way(connect: Connect, agent: FakeAgent) -> None:

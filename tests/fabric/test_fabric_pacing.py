@@ -8,7 +8,9 @@ import time
 import pytest
 
 from groupio.errors import InvalidInput
+from groupio.fabric.open import open_fabric
 from groupio.fabric.pacing import BURST_S, SLICE_S, Bucket, Pacer
+from groupio.settings import Settings
 
 
 class Clock:
@@ -139,6 +141,40 @@ def test_waiting_take_is_woken_by_a_change() -> None:
     pacer.set_share(1)
     thread.join(timeout=10)
     assert len(took) == 1
+
+
+def test_waiting_take_ends_when_it_is_told_to_stop() -> None:
+    pacer, stop = Pacer(), threading.Event()
+    pacer.set_share(0)
+    thread = threading.Thread(
+        target=lambda: pacer.sending.take(100, time.monotonic() + 60, stop.is_set)
+    )
+    thread.start()
+    time.sleep(0.05)
+    pacer.sending.wake()
+    time.sleep(0.05)
+    assert thread.is_alive(), "woken, but not told to stop"
+    stop.set()
+    pacer.sending.wake()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_who_measures_hears_of_changes_of_the_share() -> None:
+    pacer = Pacer(1000.0)
+    pacer.set_share(1)
+    assert pacer.changes == 0
+    pacer.set_share(0)
+    pacer.set_share(1)
+    assert pacer.changes == 2
+
+
+@pytest.mark.parametrize("rate", [None, 5e6])
+def test_fabric_of_an_agent_keeps_to_what_is_stated(rate: float | None) -> None:
+    settings = Settings(fabric_bytes_per_s=rate)
+    with open_fabric(settings, "127.0.0.1", "127.0.0.1", None) as fabric:
+        assert fabric.pace.rate == rate
+        assert fabric.pace.sending.is_free == (rate is None)
 
 
 def test_take_gives_up_at_its_deadline() -> None:

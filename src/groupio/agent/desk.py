@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import status
 from groupio.agent.survey import Survey
-from groupio.errors import GroupIOError, InvalidInput, from_wire, to_wire
+from groupio.errors import GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -194,6 +194,16 @@ class Desk:
         elif effect.level is Level.DURABLE:
             self._driver.doors.decided(effect.seat, committed=True)
 
+    def _what_held(self, since: float) -> str:
+        """What a deadline that passed has to do with the pace of this node, if anything."""
+        uplink = self._driver.uplink
+        if not uplink.writes.held_since(since):
+            return ""
+        why = "gave way to foreground intervals"
+        if uplink.rate is not None:
+            why = f"kept to the stated uplink of {uplink.rate:.0f} bytes/s"
+        return f" Meanwhile node {self._driver.node}'s writes to its stores {why}."
+
     def _tell(self, effect: fx.TellReached | fx.TellFailed) -> None:
         seat, metrics = effect.seat, self._driver.metrics
         over = isinstance(effect, fx.TellFailed) or effect.level is Level.DURABLE
@@ -208,7 +218,10 @@ class Desk:
             return
         called_at = (peer.called_at.pop if over else peer.called_at.get)(seat.save_id, None)
         if isinstance(effect, fx.TellFailed):
-            self._driver.send(peer, msg.Failed(seat.save_id, to_wire(effect.error)))
+            error = to_wire(effect.error)
+            if isinstance(effect.error, GroupTimeout) and called_at is not None:
+                error["message"] += self._what_held(called_at)
+            self._driver.send(peer, msg.Failed(seat.save_id, error))
             return
         now = time.monotonic()
         if called_at is not None:

@@ -29,6 +29,7 @@ from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
 from groupio.agent.peer import Peer
 from groupio.agent.process import Residence
+from groupio.agent.uplink import Uplink
 from groupio.agent.workers import WorkerPool
 from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
@@ -73,7 +74,8 @@ class Driver:
         self.memory = Memory(self)
         self.draining = False
         self.copies_active = 0
-        self.workers = WorkerPool(copies_active=lambda: self.copies_active)
+        self.uplink = Uplink(settings.uplink_bytes_per_s)
+        self.workers = WorkerPool(copies_active=lambda: self.copies_active, uplink=self.uplink)
         self.foreground = Foreground(self._pace, self._later)
         self.flushing = Flushing(self)
         self.doors = Doors(self)
@@ -369,7 +371,7 @@ class Driver:
 
     def _pace(self, share: float) -> None:
         """Let storage traffic use this share of what it can."""
-        self.workers.brake.set(share)
+        self.uplink.set_share(share)
         if self.network is not None:
             self.network.fabric.pace.set_share(share)
 

@@ -319,10 +319,13 @@ class Fetcher:
                 Want(batch.digests[i].tobytes(), 0, size, batch.into[i])
                 for i, size in zip(left.tolist(), batch.lengths[left].tolist(), strict=True)
             ]
-            began = time.monotonic()
+            pace, changes, began = self._fabric.pace, self._fabric.pace.changes, time.monotonic()
             address, deadline = addresses[peer], began + PEER_WAIT_S
             outcomes = self._fabric.pull(address, self._job, wants, deadline=deadline)
-            self._links.pulled(address, self._job, outcomes, time.monotonic() - began)
+            # A foreground interval says nothing of the link.
+            steady = pace.share == 1 and pace.changes == changes
+            seconds = time.monotonic() - began if steady else 0.0
+            self._links.pulled(address, self._job, outcomes, seconds)
             here[left] = [outcome.ok for outcome in outcomes]
             if any(outcome.error == DIGEST for outcome in outcomes):
                 liars.add(peer)

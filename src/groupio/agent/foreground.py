@@ -1,64 +1,27 @@
-"""Storage gives way while the job communicates: the intervals that ranks mark, and the brake.
+"""Storage gives way while the job communicates: the intervals that ranks mark.
 
 A rank says when an interval begins and ends. While any rank of the node is in one, what this
-agent moves for storage (writes to the store, transfers between nodes) keeps to the lowest share
-that was asked for. Bytes that the system or a device has taken already still move.
+agent moves for storage (to and from stores, :mod:`groupio.agent.uplink`, and between nodes,
+:mod:`groupio.fabric.pacing`) keeps to the lowest share that was asked for. Bytes that the system
+or a device has taken already still move.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 FOREGROUND_MAX_S = 10.0
-"""After so many seconds without a gap storage goes on at full speed, until no rank is in an
-interval: intervals slow it down, but cannot starve it."""
+"""After so many seconds in intervals storage goes on at full speed, until no rank is in one:
+intervals slow it down, but cannot starve it."""
 
-_RECHECK_S = 60.0
+GAP_PART = 0.1
+"""Gaps count: where they make up this part of the time, storage is not let go on for that."""
 
-
-class Brake:
-    """Keeps the threads that write to a share of their time. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._share = 1.0
-        self._rests = threading.local()
-
-    def set(self, share: float) -> None:
-        """From now on use ``share`` of the time: 0 pauses, 1 is all of it."""
-        with self._changed:
-            self._share = share
-            self._changed.notify_all()
-
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Around a piece of work that moves bytes; waits first, as long as the share asks."""
-        if self._share < 1.0:
-            self._wait(getattr(self._rests, "spent_until", None))
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._rests.spent_until = (self._clock() - began, self._clock())
-
-    def _wait(self, last: tuple[float, float] | None) -> None:
-        """Rest after the last piece of this thread: how long it took, and when it ended."""
-        took, ended = last or (0.0, 0.0)
-        with self._changed:
-            while (share := self._share) < 1.0:
-                left = _RECHECK_S
-                if share > 0:
-                    left = ended + took * (1 / share - 1) - self._clock()
-                if left <= 0:
-                    return
-                self._changed.wait(left)
+_EPSILON_S = 1e-3
 
 
 class Foreground:
@@ -72,41 +35,67 @@ class Foreground:
         self,
         apply: Callable[[float], None],
         later: Callable[[float, Callable[[], None]], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._apply = apply
         self._later = later
+        self._clock = clock
         self._shares: dict[str, float] = {}
         self._period = 0
         """Counts the times in which there was an interval without a gap."""
+        self._held_s = 0.0
+        """Seconds that storage gave way, less what gaps made good."""
+        self._counted_at = clock()
         self._lifted = False
         self.share = 1.0
 
     def enter(self, client: str, share: float) -> None:
         """The client is in an interval with this share, or in another one than before."""
-        if not self._shares:
-            self._period += 1
-            period = self._period
-            self._later(FOREGROUND_MAX_S, lambda: self._lift(period))
+        self._count()
+        begins = not self._shares
         self._shares[client] = share
         self._set()
+        if begins:
+            self._period += 1
+            self._look_later()
 
     def leave(self, client: str) -> None:
         """The client is in no interval, or is gone."""
-        if self._shares.pop(client, None) is None:
+        if client not in self._shares:
             return
+        self._count()
+        del self._shares[client]
         if not self._shares:
             self._lifted = False
         self._set()
 
-    def _lift(self, period: int) -> None:
-        if period == self._period and self._shares:
-            log.warning(
-                "ranks have marked foreground intervals for %.0f s without a gap; storage goes on "
-                "at full speed until there is one",
-                FOREGROUND_MAX_S,
-            )
-            self._lifted = True
-            self._set()
+    def _count(self) -> None:
+        """Account for the time since this was called last, in which the share was the same."""
+        now = self._clock()
+        seconds, self._counted_at = now - self._counted_at, now
+        if self.share >= 1:
+            seconds *= 1 - 1 / GAP_PART
+        self._held_s = min(max(self._held_s + seconds, 0.0), FOREGROUND_MAX_S)
+
+    def _look_later(self) -> None:
+        period = self._period
+        self._later(max(FOREGROUND_MAX_S - self._held_s, 0.0), lambda: self._look(period))
+
+    def _look(self, period: int) -> None:
+        """Let storage go on when it has given way for long enough in this period."""
+        if period != self._period or not self._shares or self._lifted:
+            return
+        self._count()
+        if FOREGROUND_MAX_S - self._held_s > _EPSILON_S:
+            self._look_later()  # there was a time in which it was not held
+            return
+        log.warning(
+            "ranks have marked foreground intervals for %.0f s with hardly a gap; storage goes on "
+            "at full speed until there is one",
+            FOREGROUND_MAX_S,
+        )
+        self._lifted = True
+        self._set()
 
     def _set(self) -> None:
         share = 1.0 if self._lifted else min(self._shares.values(), default=1.0)

@@ -78,7 +78,7 @@ class Links:
         self._sample(0, nbytes, seconds)
 
     def pulled(self, address: str, job: str, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """A pull from the peer at ``address`` ended."""
+        """A pull from the peer at ``address`` ended; 0 ``seconds``: that is no measurement."""
         broken = any(outcome.error in (LOST, DEADLINE) for outcome in outcomes)
         if not broken:
             if any(outcome.ok for outcome in outcomes):

@@ -13,6 +13,7 @@ import mmap
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -190,7 +191,7 @@ class FlushJob:
         with self._lock:
             self._finishing = True
             self._outstanding += 1
-        self._workers.submit_write(self._settle)
+        self._submit_end(self._settle)
 
     def cancel(self, on_idle: Callable[[], None]) -> None:
         """Stop; ``on_idle`` is called once when no thread touches the views any more.
@@ -200,10 +201,12 @@ class FlushJob:
         """
         with self._lock:
             self._stopped = True
-            if self._outstanding:
+            working = self._outstanding > 0
+            if working:
                 self._on_idle.append(on_idle)
-                return
-        on_idle()
+        self._workers.uplink.wake()
+        if not working:
+            on_idle()
 
     def delete_segments(self) -> None:
         """Remove the segments made so far; only when the job is idle or done. Blocks."""
@@ -329,7 +332,8 @@ class FlushJob:
         run = self._writer.take()
         if not run:
             return  # an earlier call took this batch along with its own
-        full = self._attempt(partial(self._writer.write, run))
+        with self._turn(sum(batch.nbytes for batch in run)):
+            full = self._attempt(partial(self._writer.write, run))
         if full is not None:
             with self._lock:
                 self._outstanding += 1
@@ -341,8 +345,13 @@ class FlushJob:
             self._task_done(batch.owner)
 
     def _run_seal(self, segment: Segment) -> None:
-        self._attempt(partial(self._writer.seal, segment))
+        with self._turn(0):
+            self._attempt(partial(self._writer.seal, segment))
         self._settle()
+
+    def _turn(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around what brings so many bytes to the store."""
+        return self._workers.uplink.writes.moving(nbytes, lambda: self._stopped)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -364,14 +373,20 @@ class FlushJob:
             if self._finishing and not self._stopped and not self._completing:
                 self._completing = True
                 self._outstanding = 1
-                self._workers.submit_write(self._run_complete)
+                self._submit_end(self._run_complete)
                 return
             idle, self._on_idle = self._on_idle, []
         for on_idle in idle:
             on_idle()
 
+    def _submit_end(self, step: Callable[[], None]) -> None:
+        """Where nothing was written the end does not wait for what other jobs write."""
+        wrote = self._writer.count > 0
+        (self._workers.submit_write if wrote else self._workers.submit_hash)(step)
+
     def _run_complete(self) -> None:
-        report = self._attempt(self._complete)
+        with self._turn(0) if self._writer.count else nullcontext():
+            report = self._attempt(self._complete)
         if report is not None:
             self._attempt(partial(self._on_done, report))
         self._settle()
@@ -422,6 +437,7 @@ class FlushJob:
             if self._stopped:
                 return
             self._stopped = True
+        self._workers.uplink.wake()
         _log.warning("flush of %s on %s failed: %s", self._key, self._node, error)
         drop_frames(error)
         self._on_error(error)

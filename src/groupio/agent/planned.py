@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,9 +256,10 @@ class PlannedFlush:
                 kept=partial(self._tell_kept, number) if keeps else None,
                 meanwhile=partial(self._write_own, writer, order.write, rows),
             )
-            if self._ended():
-                return
-            self._done |= self._stored.enter(writer, rows)
+            with self._turn(0):
+                if self._ended():
+                    return
+                self._done |= self._stored.enter(writer, rows)
         except BaseException:
             self._discard(writer)
             raise
@@ -378,7 +380,7 @@ class PlannedFlush:
         """Write what is queued; a segment that is full then is sealed."""
         while run := writer.take():
             try:
-                with self._workers.brake.moving():
+                with self._turn(sum(batch.nbytes for batch in run)):
                     full = None if self._stopped else self._write(writer, run)
             finally:
                 for batch in run:
@@ -387,7 +389,12 @@ class PlannedFlush:
                         self._workers.bounce.give_back(batch.bounce)
                     batch.owner.set()
             if full is not None:
-                writer.seal(full)
+                with self._turn(0):
+                    writer.seal(full)
+
+    def _turn(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around what brings so many bytes to the store."""
+        return self._workers.uplink.writes.moving(nbytes, self._ended)
 
     def _write(self, writer: SegmentWriter, run: list[Batch]) -> Segment | None:
         nbytes = sum(batch.nbytes for batch in run)
@@ -414,6 +421,7 @@ class PlannedFlush:
             self._stopped = True
             self._running += 1
             self._on_idle.append(on_idle)
+        self._workers.uplink.wake()
         if self._base is None:
             self._end_step()
         else:

@@ -40,7 +40,7 @@ class Incoming:
         self._read = read
         self._epoch = epoch
         self._memory = memory
-        self._store = StoreSource(epoch, read.reads.pool, self._told)
+        self._store = StoreSource(epoch, read.reads.storage, self._told, read.driver.uplink)
         self._peers: dict[str, PeerSource] = {}
         self._late: deque[_Late] = deque()
         self._inbox: list[tuple[str, Sequence[int], str]] = []

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from groupio.agent.uplink import Uplink
 from groupio.backend.base import EPOCHS, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.client.chunk_reader import RUN_BYTES, Job, Wants, do_job, jobs_of
@@ -79,10 +80,12 @@ class Epoch(NamedTuple):
 class StoreSource:
     """Reads and verifies whole chunks of an epoch; neighbours in one go."""
 
-    def __init__(self, epoch: Epoch, pool: ThreadPoolExecutor, told: Told) -> None:
+    def __init__(self, epoch: Epoch, pool: ThreadPoolExecutor, told: Told, uplink: Uplink) -> None:
+        """Threads of ``pool`` sleep while ``uplink`` holds them back."""
         self._epoch = epoch
         self._pool = pool
         self._told = told
+        self._uplink = uplink
         self._lock = threading.Lock()
         self._open: dict[int, RandomReader] = {}
         self._busy: dict[int, int] = {}
@@ -98,10 +101,17 @@ class StoreSource:
             self._pool.submit(self._read, job)
 
     def _read(self, job: Job) -> None:
+        first, last = job.pieces[0], job.pieces[-1]
+        nbytes = last.offset + last.length - first.offset
+        with self._uplink.reads.moving(nbytes, lambda: self._closed):
+            self._read_now(job)
+
+    def _read_now(self, job: Job) -> None:
         rows = [piece.row for piece in job.pieces]
         why, bad = "", set[int]()
         try:
-            self._use(job.segment, 1)
+            if not self._use(job.segment, 1):
+                return  # nobody waits for it any more
             try:
                 bad = {piece.row for piece in do_job(self, job, self._memory(job))}
             finally:
@@ -126,11 +136,14 @@ class StoreSource:
         memory: bytearray = self._scratch.memory
         return memory
 
-    def _use(self, segment: int, more: int) -> None:
+    def _use(self, segment: int, more: int) -> bool:
+        """One more, or one less, reads the segment. False, and nothing, when it is too late."""
         with self._lock:
+            if more > 0 and self._closed:
+                return False
             self._busy[segment] = self._busy.get(segment, 0) + more
             if self._busy[segment]:
-                return
+                return True
             del self._busy[segment]
             idle = [number for number in self._open if number not in self._busy]
             closing = idle if self._closed else idle[: max(len(self._open) - SEGMENTS_OPEN_MAX, 0)]
@@ -140,6 +153,7 @@ class StoreSource:
             reader.close()
         if over:
             self._epoch.backend.close()
+        return True
 
     def reader(self, segment: int) -> RandomReader | None:
         """The open segment; None when it is not there."""
@@ -164,6 +178,7 @@ class StoreSource:
             readers = [] if busy else list(self._open.values())
             if not busy:
                 self._open.clear()
+        self._uplink.wake()
         for reader in readers:
             reader.close()
         if not busy:

@@ -40,6 +40,8 @@ class Reads:
         self.changed = threading.Condition()
         """Notified when peers can get more chunks."""
         self.pool = ThreadPoolExecutor(default_threads(), "read")
+        self.storage = ThreadPoolExecutor(default_threads(), "read-store")
+        """Its threads may sleep; what is here already does not wait for them."""
         self._reads: dict[tuple[str, str], NodeRead] = {}
         self._addresses: dict[str, dict[str, str]] = {}
 
@@ -143,7 +145,8 @@ class Reads:
         """End all reads."""
         for read in list(self._reads.values()):
             read.end()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.pool, self.storage):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # -- what the fabric serves -------------------------------------------------------------------
 

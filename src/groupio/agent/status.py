@@ -33,6 +33,12 @@ def status(driver: Driver) -> dict[str, Any]:
                 "quarantined": ledger.total(Use.QUARANTINED),
                 "free": ledger.total(Use.FREE),
             },
+            "pace": {
+                "uplink_bytes_per_s": driver.settings.uplink_bytes_per_s,
+                "fabric_bytes_per_s": driver.settings.fabric_bytes_per_s,
+                "share": driver.foreground.share,
+                "held_s": round(driver.uplink.held_s, 3),
+            },
             "cache_bytes": sum(e.length for e in ledger.extents if e.content is not None),
         },
         "jobs": [_job(job) for job in driver.jobs.values()],

@@ -12,9 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
-from groupio.agent.foreground import Brake
+from groupio.agent.uplink import Uplink
 
 Task = Callable[[], None]
 
@@ -96,10 +95,11 @@ class WorkerPool:
         copies_active: Callable[[], int] = lambda: 0,
         cpu_count: int | None = None,
         nice: int = NICE,
+        uplink: Uplink | None = None,
     ) -> None:
         self.bounce = BouncePool(hash_threads + write_threads + 2)
-        self.brake = Brake()
-        """Holds back what writes to the store; what runs in writer threads is under it."""
+        self.uplink = uplink or Uplink()
+        """Whatever moves segments' bytes waits for its turn here."""
         self._copies_active = copies_active
         self._cpu_count = cpu_count or len(os.sched_getaffinity(0))
         self._pausing_since: float | None = None
@@ -135,7 +135,7 @@ class WorkerPool:
         for thread in self._threads:
             hashing = thread.name.startswith("hash")
             (self._hash_queue if hashing else self._write_queue).put(None)
-        self.brake.set(1.0)
+        self.uplink.open()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -158,8 +158,6 @@ class WorkerPool:
         thread = threading.get_native_id()
         now = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, max(now, nice))
-        moving = self.brake.moving if tasks is self._write_queue else nullcontext
         while (task := tasks.get()) is not None:
-            with moving():
-                task()
+            task()
             del task  # or its views would live until the next one comes

@@ -20,11 +20,11 @@ MemoryOption = Annotated[
 ]
 UplinkOption = Annotated[
     str | None,
-    typer.Option("--uplink", metavar="RATE", help="This node to the store, such as 12.5GB/s."),
+    typer.Option("--uplink", metavar="RATE", help="At most to the store, and from it: 12.5GB/s."),
 ]
 FabricOption = Annotated[
     str | None,
-    typer.Option("--fabric", metavar="RATE", help="This node to others, such as 25GB/s."),
+    typer.Option("--fabric", metavar="RATE", help="At most to other nodes, and from them: 25GB/s."),
 ]
 DomainOption = Annotated[
     str | None, typer.Option("--domain", help="What fails together with this node (a rack).")

@@ -125,8 +125,22 @@ def _agent(agent: dict[str, Any]) -> RenderableType:
     rows.add_row("memory", f"{size(memory['leased'])} leased of {size(memory['budget'])}")
     warm = f"{size(memory['free'])} warm ({size(agent.get('cache_bytes', 0))} of it cache)"
     rows.add_row("", f"{warm}, {size(memory['quarantined'])} quarantined")
+    if pace := _pace(agent.get("pace") or {}):
+        rows.add_row("pace", pace)
     rows.add_row("log", text(agent["log"]))
     return rows
+
+
+def _pace(pace: dict[str, Any]) -> str:
+    """What holds bytes back on this node; "" when nothing does."""
+    words = [
+        f"{link} at most {rate(pace[f'{link}_bytes_per_s'])}"
+        for link in ("uplink", "fabric")
+        if pace.get(f"{link}_bytes_per_s") is not None
+    ]
+    if pace.get("share", 1.0) < 1:
+        words.append(f"foreground: {pace['share']:.0%} of it")
+    return ", ".join(words)
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> RenderableType:

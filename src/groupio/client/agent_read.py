@@ -23,6 +23,7 @@ import numpy.typing as npt
 from groupio.backend.base import Backend
 from groupio.client.chunk_reader import Wants, place, read_chunks
 from groupio.client.connection import Connection
+from groupio.client.foreground import set_aside
 from groupio.client.shared_work import Targets
 from groupio.controller.discover import Kind
 from groupio.errors import GroupIOError
@@ -93,7 +94,8 @@ class AgentRead:
         """Bring what is wanted to its places; which rows came, bool[n] of the table."""
         request = _Request(self._connection, self._next_id(), table, wants)
         try:
-            return request.run(key, self._load, self._members, deadline)
+            with set_aside():
+                return request.run(key, self._load, self._members, deadline)
         finally:
             self.bytes_read += request.bytes_read
             self.bytes_forwarded += request.bytes_forwarded

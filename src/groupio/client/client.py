@@ -17,7 +17,7 @@ from groupio.client import arguments, launch, living
 from groupio.client.address import recorded_job, store_address
 from groupio.client.again import Again
 from groupio.client.connection import Connection
-from groupio.client.foreground import Intervals, check_share
+from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
 from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
@@ -376,12 +376,7 @@ class Client:
 
     def _report_damage(self, digests: Sequence[bytes]) -> None:
         """Keep later saves from referring to these chunks; only a running agent has to know."""
-        for connection in self._connections:
-            if connection.is_usable:
-                try:
-                    connection.send(msg.Damaged(tuple(digests)))
-                except GroupIOError as error:
-                    log.info("the agent was not told of damaged chunks: %s", error.message)
+        tell(self._connections, msg.Damaged(tuple(digests)), "damaged chunks")
 
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; none for a store not yet made.
@@ -408,8 +403,9 @@ class Client:
 
         For moments in which the job itself communicates. ``share`` defaults to
         ``settings.foreground_share``. Intervals may nest; of all ranks of the node the lowest
-        share counts. A rank's end ends its intervals. After 10 s without a gap storage goes on at
-        full speed until there is one. InvalidInput for a wrong share.
+        share counts. A rank's end ends its intervals, and they do not count while this process
+        itself waits for a load. After 10 s with hardly a gap storage goes on at full speed until
+        there is one. InvalidInput for a wrong share.
         """
         chosen = self.settings.foreground_share if share is None else check_share(share)
         return self._intervals.interval(chosen)
@@ -460,6 +456,7 @@ class Client:
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
+            self._intervals.greet(connection)
             return connection
         finally:
             self._connecting.release()

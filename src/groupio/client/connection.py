@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupio import wire
 from groupio.agent import spawn
+from groupio.client.foreground import set_aside
 from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
 from groupio.model import Level
 from groupio.protocol import messages as msg
@@ -140,8 +141,9 @@ class Connection:
                 raise _again(self._lost)
             self._settles[request_id] = answer
         try:
-            self.send(msg.Settle(request_id), timeout_s=max(timeout_s, 0.001))
-            error = answer.get(timeout=max(timeout_s, 0.001))
+            with set_aside():
+                self.send(msg.Settle(request_id), timeout_s=max(timeout_s, 0.001))
+                error = answer.get(timeout=max(timeout_s, 0.001))
         except queue.Empty:
             raise TimeoutError from None
         finally:

@@ -1,6 +1,6 @@
-"""How fast a node's fabric may move bytes: a token bucket for each direction, and a share.
+"""How fast a node may move bytes: a token bucket for each direction of a link, and a share.
 
-The fabric has the lowest priority on a node. While the job communicates (a foreground
+Storage has the lowest priority on a node. While the job communicates (a foreground
 interval), the share goes down: bytes keep to a part of the rate, or pause.
 """
 
@@ -50,17 +50,30 @@ class Bucket:
             self._free = rate is None and share >= 1.0
             self._changed.notify_all()
 
-    def take(self, nbytes: int, deadline: float) -> None:
-        """Return when ``nbytes`` may move. TimeoutError when that is not before ``deadline``."""
+    def take(
+        self, nbytes: int, deadline: float, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Return when ``nbytes`` may move. TimeoutError when that is not before ``deadline``.
+
+        Returns too, and takes nothing, when ``stopped`` says so: it is asked again after
+        :meth:`wake`, with the bucket's lock held, and must not wait.
+        """
         if self._free:
             return
         with self._changed:
             while (wait := self._wait_s()) > 0:
+                if stopped():
+                    return
                 left = deadline - self._clock()
                 if left <= 0:
-                    raise TimeoutError("the pace of the fabric did not let the bytes pass in time")
+                    raise TimeoutError("the pace did not let the bytes pass in time")
                 self._changed.wait(min(wait, left))
             self._tokens -= nbytes
+
+    def wake(self) -> None:
+        """Let those who wait look whether they are to stop."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _fill(self) -> None:
         now = self._clock()
@@ -98,6 +111,8 @@ class Pacer:
         self._lock = threading.Lock()
         self._rate: float | None = None
         self._share = 1.0
+        self.changes = 0
+        """How often the share changed: who measures meanwhile measures the pace."""
         self.set_rate(rate)
 
     @property
@@ -123,6 +138,7 @@ class Pacer:
         if not 0 <= share <= 1:
             raise InvalidInput(f"the fabric's share is {share}; give a value from 0 to 1")
         with self._lock:
+            self.changes += share != self._share
             self._share = share
             self._apply()
 

@@ -17,6 +17,7 @@ from groupio.client.ahead import expect_save
 from groupio.client.arguments import check_epoch
 from groupio.client.chunk_reader import read_chunks
 from groupio.client.collection import collection_paused
+from groupio.client.foreground import set_aside
 from groupio.client.shared_read import GroupedRead
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
@@ -93,7 +94,7 @@ def load(
     def collective() -> CollectiveRead:
         return CollectiveRead(exchange, process_group)
 
-    with collection_paused():
+    with collection_paused(), set_aside():
         return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
 
 
