@@ -252,7 +252,8 @@ def test_parts_of_chunks_come_as_parts(reading: Reading) -> None:
         reader.read_wants(manifest, wants.finish(), fetch=through.fetch_of(manifest))
     assert np.array_equal(array, expected[start : start + size])
     assert through.notes == []
-    assert through.bytes_read == 0
+    # What this node read for the others counts for the first of its own ranks that takes it.
+    assert through.bytes_read <= read
     assert total(cluster, "store") == read
     # Two of its chunks are wanted in part.
     assert total(cluster, "peer") - moved <= size
