@@ -76,8 +76,10 @@ class NodeGroup:
 
     @property
     def quiet(self) -> bool:
-        """No thread touches the group's memory or segments."""
-        return not self.started or self.idle or (self.resting and not self.orders)
+        """Nobody touches the group's memory or segments. Of a planned group peers may be getting
+        chunks: only its cancelled job knows."""
+        resting = self.resting and not (self.orders or self.order.planned)
+        return not self.started or self.idle or resting
 
 
 @dataclass(slots=True)
