@@ -78,8 +78,7 @@ class NodeGroup:
     def quiet(self) -> bool:
         """Nobody touches the group's memory or segments. Of a planned group peers may be getting
         chunks: only its cancelled job knows."""
-        resting = self.resting and not (self.orders or self.order.planned)
-        return not self.started or self.idle or resting
+        return not self.started or self.idle or (self.resting and not self.order.planned)
 
 
 @dataclass(slots=True)
