@@ -64,7 +64,7 @@ class NodeGroup:
     said: list[Any] = field(default_factory=list)
     """What was reported of a planned group, in order: a controller may not have heard it."""
     resting: bool = False
-    """The job has done all that it was told, and told so."""
+    """The job has stored all, and told so."""
     closing: fx.CloseGroup | None = None
     """The group is decided; its memory is given back once its job is idle."""
 
