@@ -111,17 +111,15 @@ def test_a_peer_that_gives_nothing_says_nothing_of_the_fabric(
     told.engine.works.set()
 
 
-def test_a_peer_that_refuses_a_probe_has_been_reached(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PROBES_MAX", 1_000_000)
+def test_a_peer_that_refuses_a_probe_has_been_reached(pool: ThreadPoolExecutor) -> None:
     told = Told(pool)
     told.engine.reason = REFUSED
     told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
     for _ in range(2):
         assert told.news.acquire(timeout=30)
     assert told.links.link.fabric_ok
-    told.links.close()
+    assert told.engine.probed.acquire(blocking=False)
+    assert not told.engine.probed.acquire(blocking=False), "one probe is enough"
 
 
 def test_another_peer_shows_that_the_fabric_works(pool: ThreadPoolExecutor) -> None:
