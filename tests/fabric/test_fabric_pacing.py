@@ -172,7 +172,7 @@ def test_who_measures_hears_of_changes_of_the_share() -> None:
 @pytest.mark.parametrize("rate", [None, 5e6])
 def test_fabric_of_an_agent_keeps_to_what_is_stated(rate: float | None) -> None:
     settings = Settings(fabric_bytes_per_s=rate)
-    with open_fabric(settings, "127.0.0.1", "127.0.0.1", None) as fabric:
+    with open_fabric(settings, "127.0.0.1", "127.0.0.1", None, 1 << 30) as fabric:
         assert fabric.pace.rate == rate
         assert fabric.pace.sending.is_free == (rate is None)
 

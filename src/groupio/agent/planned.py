@@ -422,6 +422,7 @@ class PlannedFlush:
             self._running += 1
             self._on_idle.append(on_idle)
         self._workers.uplink.wake()
+        self._fetcher.cancel()
         if self._base is None:
             self._end_step()
         else:
