@@ -66,9 +66,11 @@ class Election:
 
     def leave(self, *, ruling: bool) -> None:
         """Ask no more; a rule of this agent is free for another one."""
-        if ruling:
-            self._coordinator.resign()
-        self._coordinator.close()
+        try:
+            if ruling:
+                self._coordinator.resign()
+        finally:
+            self._coordinator.close()
 
     def _absent(self) -> ControllerLost:
         return ControllerLost(
