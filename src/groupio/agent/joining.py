@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 import groupio
-from groupio.agent.election import Election, is_elsewhere
+from groupio.agent.election import Election, is_elsewhere, is_of_tokens, other_token
 from groupio.agent.errands import Errands
 from groupio.agent.unjoined import LOOK_S, Unjoined
 from groupio.controller import messages as cm
@@ -32,7 +32,6 @@ from groupio.errors import (
     ControllerLost,
     FormatError,
     GroupIOError,
-    InvalidInput,
     NotFound,
     from_wire,
 )
@@ -76,6 +75,7 @@ class Joining:
         """What happened to clients while there was no controller to tell."""
         self._unjoined = Unjoined(driver, job)
         self._locked_out = False  # the last controller that was tried has another token
+        self._locked = ""  # its address, where this node has none
         self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
         self._ended = False
 
@@ -126,7 +126,7 @@ class Joining:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
             self._unjoined.note(error.message)
             if self._job.opens:
-                self._later("prepare", RETRY_S, lambda: self.begin(create=True))
+                self._later("prepare", RETRY_S, self._prepare_again)
             self._driver.desk.settle_without(self._job, error)
             return
         if made is None:
@@ -137,6 +137,9 @@ class Joining:
             return
         self._election = made
         self._perform(self._machine.start())
+
+    def _prepare_again(self) -> None:
+        self.begin(create=bool(self._job.opens))
 
     def _look(self) -> None:
         """Members of saves that no controller takes hear of it in time, from the first one on."""
@@ -218,7 +221,7 @@ class Joining:
                 self._errands.ask(self._election.current, self._found)
             case fo.Campaign() if self._locked_out or (self._client and self._client.locked_out):
                 # It rules and lives; to replace it would only cut others off.
-                self._found(None, self._no_key())
+                self._found(None, other_token(self._job.path, self._driver.node))
             case fo.Campaign(over=over):
                 self._run_for(over)
             case fo.ConnectTo(term=term, address=address):
@@ -267,20 +270,15 @@ class Joining:
             # Its port is another process's: an older agent that ends may have it still.
             self._found(None, error)
             return
-        self._errands.ask(partial(self._election.campaign, address, over), self._found)
-
-    def _no_key(self) -> InvalidInput:
-        error = InvalidInput(
-            f"the controller of {self._job.path} has another token than node {self._driver.node}; "
-            "give all nodes of the job the same GROUPIO_TOKEN or GROUPIO_TOKEN_FILE"
-        )
-        self._unjoined.refused(error)
-        return error
+        campaign = partial(self._election.campaign, address, over, locked=self._locked)
+        self._errands.ask(campaign, self._found)
 
     def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
         if error is not None:
             log.warning("the controller of %s is not known: %s", self._job.path, error.message)
             self._unjoined.note(error.message)
+            if is_of_tokens(error):
+                self._unjoined.refused(error)
             self._feed(fo.CoordinatorFailed(error))
             if self._job.host is not None:
                 # It was deposed, and who rules is not known: see again whether anybody does.
@@ -296,9 +294,8 @@ class Joining:
         term = self._machine.term
 
         def again() -> None:
-            # Another word of the same end may have led to the next rule already.
-            if not self._ended and self._job.host is not None and self._machine.term == term:
-                self._run_for(term)
+            if not self._ended and self._job.host is not None:
+                self._run_for(term)  # which another word of the same end may have done already
 
         self._driver.post(again)
 
@@ -319,6 +316,7 @@ class Joining:
 
     def _connect(self, term: int, address: str) -> None:
         self._hang_up()
+        self._locked = ""
         log.info("job %s: controller at %s, term %d", self._job.store.job, address, term)
         client: ControlClient
 
@@ -341,6 +339,7 @@ class Joining:
             )
         except GroupIOError as error:
             log.warning("%s", error.message)
+            self._locked = address if self._network.keys is None else ""
             down = fo.LinkDown(term, error.message)
             self._driver.do(lambda: self._feed(down))
             return

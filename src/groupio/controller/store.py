@@ -249,7 +249,7 @@ class JobStore:
             self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
         except GroupIOError as error:
             taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
-            if tried is not None and taken and self._is_there(record):
+            if taken and self._is_there(record):
                 return
             self._unheard[effect.key] = record.write_id
             raise
