@@ -128,7 +128,38 @@ def test_members_hear_in_time_that_the_store_cannot_be_opened(
         tried = len(tries)
         await asyncio.sleep(0.15)
         assert len(tries) <= tried + 2, "and left alone afterwards"
-        assert not any(tries[tried + 1 :]), "no store is made for a save that is over"
+
+    agent(tmp_path, monkeypatch, play)
+
+
+def test_no_store_is_made_for_saves_that_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bool] = []
+    follow = JobStore.follow
+
+    def away_at_first(store: JobStore, *, create: bool) -> str:
+        tries.append(create)
+        if len(tries) < 3:
+            raise StorageError("the mount is gone", path=store.path, errno=107)
+        return follow(store, create=create)
+
+    monkeypatch.setattr(JobStore, "follow", away_at_first)
+    monkeypatch.setattr(joining, "RETRY_S", 0.5)
+
+    async def play(it: World) -> None:
+        it.come()
+        await until(lambda: not it.joining._preparing)
+        it.open(deadline_s=0.05)
+        await until(it.failures)
+        retry = it.joining._timers["prepare"].when()
+        await until(lambda: asyncio.get_running_loop().time() > retry)
+        done: list[int] = []
+        it.joining.run(lambda: done.append(1))
+        await until(lambda: done)
+        assert tries[:2] == [False, True]
+        assert not any(tries[2:])
+        assert not Path(it.path).exists()
 
     agent(tmp_path, monkeypatch, play)
 

@@ -109,6 +109,10 @@ class Links:
                     return
                 log.info("the fabric to %s still does not work: %s", address, error)
                 continue
+            except Exception:
+                # Nobody would try the fabric again if this ended here.
+                log.exception("a probe of the fabric to %s failed", address)
+                continue
             break
         self._works()
 
