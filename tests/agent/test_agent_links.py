@@ -147,3 +147,25 @@ def test_no_probe_after_the_end(pool: ThreadPoolExecutor) -> None:
     told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
     assert told.links.link.fabric_ok
     assert not told.engine.probed.acquire(timeout=0.1)
+
+
+def test_a_defect_in_a_probe_does_not_leave_the_fabric_out_for_ever(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(pool)
+    calls: list[str] = []
+    probe = told.engine.probe
+
+    def broken(address: str, *rest: Any) -> float:
+        calls.append(address)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+        return probe(address, *rest)
+
+    told.engine.works.set()
+    told.engine.probe = broken  # type: ignore[method-assign]
+    told.links.pulled("tcp://n1:1", "job", [BROKEN], 1.0)
+    assert told.news.acquire(timeout=20)
+    assert told.news.acquire(timeout=20)
+    assert [link.fabric_ok for link in told.heard] == [False, True]
+    assert len(calls) == 2

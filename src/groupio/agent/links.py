@@ -122,6 +122,10 @@ class Links:
                     break  # there is an answer: it is the peer that gives nothing
                 log.info("the fabric to %s still does not work: %s", address, error)
                 continue
+            except Exception:
+                # Nobody would try the fabric again if this ended here.
+                log.exception("a probe of the fabric to %s failed", address)
+                continue
             break
         self._works()
 

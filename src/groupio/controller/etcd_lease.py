@@ -67,7 +67,11 @@ class Lease:
 
     def _run(self, check: Callable[[float], str | None], on_lost: Callable[[str], None]) -> None:
         while not self._stop.wait(self.ttl_s / _ROUNDS):
-            why = self._prolong(check)
+            try:
+                why = self._prolong(check)
+            except Exception as error:  # noqa: BLE001 - the holder must hear of any end
+                _LOG.exception("keeping a lease in etcd failed")
+                why = f"its lease in etcd cannot be kept: {error}"
             if why is not None and not self._stop.is_set():
                 self._stop.set()
                 on_lost(why)
