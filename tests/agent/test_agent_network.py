@@ -38,7 +38,7 @@ class Around:
     """What a network sees of its driver."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.node = settings, "n0"
+        self.settings, self.node, self.budget = settings, "n0", 1 << 30
         self.memory = SimpleNamespace(view=lambda arena, offset, length: None)
         self.jobs: dict[str, Any] = {}
         self.loop = asyncio.get_running_loop()
