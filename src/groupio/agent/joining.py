@@ -329,7 +329,8 @@ class Joining:
                 self._locked_out = client.locked_out
                 self._unjoined.note(why)
                 self._driver.reads.left(self._job)
-                self._driver.do(lambda: self._feed(fo.LinkDown(term, why)))
+                vanished = client.peer.vanished
+                self._driver.do(partial(self._feed, fo.LinkDown(term, why, vanished)))
 
         try:
             client = ControlClient(
@@ -342,8 +343,7 @@ class Joining:
             )
         except GroupIOError as error:
             log.warning("%s", error.message)
-            down = fo.LinkDown(term, error.message)
-            self._driver.do(lambda: self._feed(down))
+            self._driver.do(partial(self._feed, fo.LinkDown(term, error.message)))
             return
         self._client = client
         store = self._job.store
@@ -384,6 +384,8 @@ class Joining:
                 log.error("refused by the controller at %s: %s", client.address, refused.message)
                 self._hang_up()
                 self._driver.do(lambda: self._refuse(refused))
+            case cm.ControllerEnds():
+                self._driver.do(lambda: self._feed(fo.RulerLeft(self._machine.term)))
             case cm.ClientSettled(client=name, request_id=request_id):
                 self._driver.desk.settled(name, request_id)
             case cm.StatusAnswer(request_id=request_id, body=body):
@@ -493,6 +495,6 @@ class Joining:
         self._hang_up()
         election, self._election = self._election, None
         if election is not None:
-            self._thread.submit(election.leave, ruling=self._job.host is not None)
+            self._thread.submit(election.leave)
         self._thread.submit(self._job.store.close)
         self._thread.shutdown(wait=True)

@@ -343,8 +343,9 @@ class Host:
         return describe(self)
 
     def hang_up(self, why: str) -> None:
-        """End the lines to all agents."""
+        """End the lines to all agents: they look for the next controller."""
         for line in list(self.lines.by_node.values()):
+            line.send(cm.ControllerEnds())
             line.peer.close(why)
         self.lines.by_node.clear()
 

@@ -2,7 +2,8 @@
 
 A controller rules under a *term*; terms only grow, and the coordinator says who rules. A broken
 connection is made anew for a while: a blip loses nothing. Then the agent campaigns, and whoever
-wins hosts the next controller. Only orders of the present term are carried out.
+wins hosts the next controller; where the controller said that it ends, at once. Only orders of the
+present term are carried out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from groupio.protocol import events as ev
 
 RECONNECT_S = 5.0
 """So long the controller of the present term is tried before somebody replaces it."""
+
+VANISHED_S = 1.0
+"""So long where its process seems to have ended: its end of the connection was closed."""
 
 RETRY_S = 0.25
 """Between two tries to connect."""
@@ -66,10 +70,20 @@ class LinkUp(_Step, frozen=True):
 
 
 class LinkDown(_Step, frozen=True):
-    """The connection ended, or could not be made."""
+    """The connection ended, or could not be made.
+
+    ``vanished``: the controller's end of it was closed without a word.
+    """
 
     term: int
     why: str
+    vanished: bool = False
+
+
+class RulerLeft(_Step, frozen=True):
+    """The controller of this term said that it rules no more."""
+
+    term: int
 
 
 class JoinRefused(_Step, frozen=True):
@@ -186,8 +200,10 @@ class Following:
                 return self._on_failed(error)
             case LinkUp(term=term):
                 return self._on_up(term)
-            case LinkDown(term=term):
-                return self._on_down(term)
+            case LinkDown(term=term, vanished=vanished):
+                return self._on_down(term, VANISHED_S if vanished else RECONNECT_S)
+            case RulerLeft(term=term):
+                return self._on_left(term)
             case JoinRefused(term=term, error=error):
                 return self._on_refused(term, error)
             case OrderCame():
@@ -246,11 +262,16 @@ class Following:
         self.where, self.error, self._failures = Where.JOINED, None, 0
         return [*self._stop(_GIVE_UP, _RETRY, _AGAIN), SendJoin(term)]
 
-    def _on_down(self, term: int) -> list[Any]:
+    def _on_down(self, term: int, give_up_s: float) -> list[Any]:
         if term != self.term or not self._engaged:
             return []
         self.where = Where.CONNECTING
-        return [*self._start(_GIVE_UP, RECONNECT_S), *self._start(_RETRY, RETRY_S)]
+        return [*self._start(_GIVE_UP, give_up_s), *self._start(_RETRY, RETRY_S)]
+
+    def _on_left(self, term: int) -> list[Any]:
+        if term != self.term or not self._engaged or self.hosting:
+            return []
+        return [*self._stop(_GIVE_UP, _RETRY, _AGAIN), *self._campaign()]
 
     def _on_refused(self, term: int, error: GroupIOError) -> list[Any]:
         if term != self.term or not self._engaged:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from groupio.controller.messages import ControllerEnds
 from groupio.errors import GroupIOError
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -97,6 +98,7 @@ class Follower:
                 engine.post(0.0, self.process, self.feed, fo.LinkUp(term))
             case fo.StopHosting():
                 if self.node.hosted is not None:
+                    self.node.hosted.part()
                     self.node.hosted.stop()
                     self.node.hosted = None
             case fo.LeaveTerm():
@@ -217,6 +219,8 @@ class Follower:
         """An order of the controller of a term."""
         if self.sim.options.local:
             self.node.execute(effect)
+        elif isinstance(effect, ControllerEnds):
+            self.feed(fo.RulerLeft(term))
         elif isinstance(effect, fx.RefuseNode):
             self.sim.trace(self.host, f"is refused: {effect.error.message}")
             self._hang_up("refused")
@@ -233,5 +237,5 @@ class Follower:
         """The connection to the controller is over."""
         if session is self.session:
             self.session = None
-            self.feed(fo.LinkDown(self.machine.term, why))
+            self.feed(fo.LinkDown(self.machine.term, why, session.vanished))
             self.node.reads.left()
