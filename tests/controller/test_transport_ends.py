@@ -26,9 +26,7 @@ SOON_S = 30.0
 @contextlib.contextmanager
 def peer_process(*how: str) -> Iterator[subprocess.Popen[str]]:
     """A process with the other end; it is gone afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, str(PEER), *how], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, str(PEER), *how], stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

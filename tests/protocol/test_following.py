@@ -185,6 +185,26 @@ def test_a_controller_whose_process_ended_is_replaced_sooner() -> None:
     assert fo.RETRY_S < fo.VANISHED_S < fo.RECONNECT_S
     assert machine.handle(ev.TimerFired("follow-retry")) == [fo.ConnectTo(3, "tcp://n1:3")]
     assert machine.handle(fo.LinkUp(3))[-1] == fo.SendJoin(3), "it was there after all"
+    machine.handle(fo.LinkDown(3, "nothing was heard"))
+    machine.handle(ev.TimerFired("follow-give-up"))
+    assert machine.handle(rule(4, ME))[-1] == fo.Host(4), "nothing is known of it now"
+
+
+def test_one_that_takes_no_connection_is_not_waited_for() -> None:
+    machine = fo.Following(*ME)
+    machine.start()
+    machine.handle(rule(3))
+    effects = machine.handle(fo.LinkDown(3, "it takes no connection", vanished=True))
+    assert effects[:2] == [
+        fx.StopTimer("follow-give-up"),
+        fx.StartTimer("follow-give-up", fo.VANISHED_S),
+    ]
+    machine.handle(ev.TimerFired("follow-retry"))
+    effects = machine.handle(fo.LinkDown(3, "it takes no connection", vanished=True))
+    assert kinds(effects) == ["StartTimer"], "the same time goes on"
+    assert machine.handle(ev.TimerFired("follow-give-up"))[-1] == fo.Campaign(3)
+    assert machine.handle(rule(4, ME)) == [fo.LeaveTerm(3), fo.Host(4, OTHER)]
+    assert machine.handle(fo.LinkUp(4)) == [fo.SendJoin(4)]
 
 
 def test_a_controller_that_says_that_it_ends_is_replaced_at_once() -> None:

@@ -40,7 +40,7 @@ def test_a_dead_peer_is_lost_long_before_silence_says_so(side: int) -> None:
     lose_way(world, one)
     world.run(60)
     assert one.lost_at == pytest.approx(at + DOUBT_S, abs=0.01)
-    assert DOUBT_S < FAST.silence_s / 2
+    assert FAST.silence_s / 2 > DOUBT_S
     assert one.link.vanished
     assert one.lost is not None
     assert one.lost.startswith("its connection was closed, and it was silent for 1.")
@@ -112,10 +112,39 @@ def test_an_end_is_asked_without_being_in_doubt() -> None:
     assert not a.ended
 
 
-def test_before_the_session_stands_there_is_nothing_to_doubt() -> None:
+def test_nobody_takes_a_connection() -> None:
+    world = LinkWorld(1)
+    world.cut = {"bb"}
+    a = world.dial()
+    at = world.now
+    world.run(0.3)
+    lose_way(world, a)
+    before = world.frames
+    world.run(0.6 * DOUBT_S)
+    assert world.frames - before <= 2, "it is only dialled again"
+    lose_way(world, a)
+    world.run(60)
+    assert a.opened is None
+    assert a.link.vanished
+    assert a.lost == "it takes no connection, and it was silent for 1.3 s"
+    assert a.lost_at == pytest.approx(at + 0.3 + DOUBT_S, abs=0.01)
+
+
+def test_a_connection_that_is_taken_at_last() -> None:
+    world = LinkWorld(1)
+    world.cut = {"bb"}
+    a = world.dial()
+    lose_way(world, a)
+    world.run(0.6 * DOUBT_S)
+    world.cut = set()
+    world.run(10)
+    assert a.opened == b"from b"
+    assert not a.ended
+
+
+def test_before_the_session_stands_there_is_nobody_to_ask() -> None:
     link = Link("aa.1", 0.0, config=FAST)
     link.handle(lk.Tick(0.0))
-    assert link.handle(lk.Unreachable(0.1)) == []
     assert link.handle(lk.Ask(0.1)) == []
     half = Link("bb.1", 0.0, peer="aa.1", config=FAST)
     half.handle(lk.Received(0.0, Frame("aa.1", "", FrameKind.OPEN)))

@@ -222,8 +222,8 @@ class Joining:
                 self._connect(term, address)
             case fo.SendJoin():
                 self._send_join()
-            case fo.Host(term=term):
-                self._host(term)
+            case fo.Host(term=term, vanished=before):
+                self._host(term, before)
             case fo.StopHosting():
                 self._stop_hosting()
             case fo.LeaveTerm():
@@ -447,7 +447,7 @@ class Joining:
             self.settle(peer.client, request_id)
         self._driver.do(lambda: self._driver.reads.joined(self._job))
 
-    def _host(self, term: int) -> None:
+    def _host(self, term: int, before: tuple[str, str] | None) -> None:
         driver, store = self._driver, self._job.store
         log.info("job %s: this agent has the controller, term %d", store.job, term)
         own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
@@ -462,7 +462,7 @@ class Joining:
             driver.settings.backend_bytes_per_s,
         )
         self._job.host = self._network.hosts[store.store_id] = host
-        host.open_store()
+        host.begin(before)
         self._later("keep", KEEP_S, self._keep)
         self._driver.do(lambda: self._feed(fo.LinkUp(term)))
 

@@ -177,7 +177,9 @@ class LoopSocket:
 
 
 class Watch:
-    """Tells what becomes of a connecting socket's connection: when it ends, and who refuses it."""
+    """Tells what becomes of a connecting socket's connection: when it ends or cannot be made, and
+    whether the other end refuses the key.
+    """
 
     REFUSALS = 2
     """One may be the end of the process at the other end."""
@@ -193,10 +195,12 @@ class Watch:
         self._sock = sock
         self._on_end = on_end
         self._failures = 0
+        self._stood = False
         kinds = (
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
         )
         self._events = LoopSocket(loop, sock.get_monitor_socket(kinds), self._came)
 
@@ -212,7 +216,10 @@ class Watch:
             self._failures += 1
         elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures = 0
-        elif event["event"] == zmq.EVENT_DISCONNECTED:
+            self._stood = True
+        elif event["event"] == zmq.EVENT_CLOSED or self._stood:
+            # Closed: nobody takes a connection. One that did and refused the key is there.
+            self._stood = False
             self._loop.call_soon(self._on_end)
 
     def close(self) -> None:

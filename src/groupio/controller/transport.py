@@ -98,7 +98,7 @@ class Peer:
 
     @property
     def vanished(self) -> bool:
-        """It was lost because the peer's end of the connection was closed, without a word."""
+        """It was lost because it closed its end of the connection without a word, or takes none."""
         return self.link.vanished
 
     @property

@@ -10,12 +10,14 @@ stands once a frame names it. So no two listening ends ever share one dialling e
 delivered in one session is never delivered again in another.
 
 A session ends (``Lost``) when nothing was heard for ``silence_s``, when the peer says BYE or
-breaks the protocol, when it acknowledges nothing for ``stall_s`` or leaves too much unread. Sooner
-when the transport says that its way to the peer is gone, as it is at once when a process dies: the
-peer is in doubt then, until any frame of it comes, and ``probes`` frames that it leaves without an
-answer end the session. A paused process and a cut keep the way: they show by silence only. When one
-direction is cut at a time T, with frames in flight for at most D seconds, both ends are lost
+breaks the protocol, when it acknowledges nothing for ``stall_s`` or leaves too much unread. When
+one direction is cut at a time T, with frames in flight for at most D seconds, both ends are lost
 by T + 2 * (silence_s + D): the deaf one by silence, the other by its BYE or its silence.
+
+It ends sooner when the transport has no way to the peer: the system of a process that dies closes
+its connections at once. The peer is in doubt then until a frame of it comes, over another way; the
+session ends after ``doubt_s`` without one. A paused process keeps its connections, and a cut ends
+none: both show by silence only.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Tick(_Event, frozen=True):
 
 
 class Unreachable(_Event, frozen=True):
-    """The transport's way to the peer is gone; only a hint, another way may come in its place."""
+    """The transport's way to the peer is gone, or a dialling end gets none; only a hint."""
 
 
 class Ask(_Event, frozen=True):
@@ -154,7 +156,7 @@ class Link:
         self.opened = False
         self.ended = False
         self.vanished = False
-        """It ended because the way to the peer was gone, and none came in its place."""
+        """It ended because there was no way to the peer, and none came in time."""
         self._dials = not peer
         self._hello = hello
         self._peer_hello = b""
@@ -216,12 +218,12 @@ class Link:
             self._tick(effects)
         elif isinstance(event, Close):
             self._end(effects, say=event.reason)
-        elif self.opened and self._probe_at == _NEVER:
-            # Before the session stands, nothing is lost with the peer.
-            self._transmit(FrameKind.PROBE, effects)
-            if isinstance(event, Unreachable):
-                self._probes_left = self.config.probes
-                self._probe_at = self._now + self.config.probe_s
+        elif isinstance(event, Ask):
+            if self.opened:
+                self._transmit(FrameKind.PROBE, effects)
+        elif self._probe_at == _NEVER and (self.opened or self._dials):
+            self._probes_left = self.config.probes
+            self._probe(effects)
         if not self.ended:
             self._arm(effects)
         return effects
@@ -402,6 +404,15 @@ class Link:
             self._heard = max(self._heard, now - config.silence_s + config.heartbeat_s)
             self._excused = True
         self._armed = _NEVER
+        if now >= self._probe_at:
+            # After a late timer the answer may wait in this process: that time does not count.
+            self._probes_left -= now < self._probe_at + config.probe_s
+            if not self._probes_left:
+                self.vanished = True
+                what = "its connection was closed" if self.opened else "it takes no connection"
+                silent_s = now - self._heard
+                return self._end(effects, lost=f"{what}, and it was silent for {silent_s:.1f} s")
+            self._probe(effects)
         if now >= self._heard + config.silence_s:
             what = "nothing was heard of the peer" if self.opened else "the peer did not answer"
             return self._end(effects, lost=f"{what} for {now - self._heard:.1f} s")
@@ -411,16 +422,6 @@ class Link:
                 self._transmit(kind, effects, payload=self._hello)
                 self._back_off()
             return None
-        if now >= self._probe_at:
-            # After a late timer the answer may wait in this process: that time does not count.
-            self._probes_left -= now < self._probe_at + config.probe_s
-            if not self._probes_left:
-                self.vanished = True
-                silent_s = now - self._heard
-                what = f"its connection was closed, and it was silent for {silent_s:.1f} s"
-                return self._end(effects, lost=what)
-            self._probe_at = self._now + config.probe_s
-            self._transmit(FrameKind.PROBE, effects)
         if self._unacked and now >= self._progress + config.stall_s:
             silent_s = now - self._progress
             return self._end(effects, lost=f"the peer acknowledged nothing for {silent_s:.1f} s")
@@ -433,17 +434,23 @@ class Link:
             self._transmit(FrameKind.ACK, effects)
         return None
 
+    def _probe(self, effects: list[Effect]) -> None:
+        """One more chance for a peer in doubt; before the session stands, the OPENs ask."""
+        self._probe_at = self._now + self.config.probe_s
+        if self.opened:
+            self._transmit(FrameKind.PROBE, effects)
+
     def _back_off(self) -> None:
         self._retry_at = self._now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, self.config.retry_max_s)
 
     def _arm(self, effects: list[Effect]) -> None:
         """Set the timer when something is due before it runs out."""
-        due = self._heard + self.config.silence_s
+        due = min(self._heard + self.config.silence_s, self._probe_at)
         if not self.opened:
             due = min(due, self._retry_at)
         else:
-            due = min(due, self._sent + self.config.heartbeat_s, self._ack_at, self._probe_at)
+            due = min(due, self._sent + self.config.heartbeat_s, self._ack_at)
             if self._unacked:
                 due = min(due, self._retry_at, self._progress + self.config.stall_s)
         if due < self._armed:

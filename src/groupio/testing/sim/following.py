@@ -92,8 +92,10 @@ class Follower:
                 engine.post(delay, self.process, self._connect, term, address)
             case fo.SendJoin():
                 self._join()
-            case fo.Host(term=term):
+            case fo.Host(term=term, vanished=before):
                 self.node.hosted = Control(self.sim, self.node, term)
+                if before is not None:
+                    self.node.hosted.feed(ev.NodeLost(*before, "its process ended"))
                 self.sim.announce(Rule(term, self.node.name, self.node.life))
                 engine.post(0.0, self.process, self.feed, fo.LinkUp(term))
             case fo.StopHosting():
@@ -165,7 +167,8 @@ class Follower:
         control = next((c for c in self.sim.controls if c.term == term), None)
         ways = network.reaches(self.host, address) and network.reaches(address, self.host)
         if control is None or control.process.paused or not ways:
-            down = fo.LinkDown(term, "the controller does not answer")
+            vanished = control is None and ways
+            down = fo.LinkDown(term, "the controller does not answer", vanished)
             self.sim.engine.post(REFUSED_CONNECT_S, self.process, self.feed, down)
             return
         self.session = network.connect(control, self)
