@@ -90,6 +90,24 @@ def test_an_agent_notices_that_the_controller_died() -> None:
     asyncio.run(main())
 
 
+def test_a_controller_that_stands_still_takes_the_connection_that_is_made_anew() -> None:
+    async def main() -> None:
+        with peer_process("listen") as process:
+            address = await asyncio.to_thread(told_address, process)
+            async with Pair(config=PATIENT) as pair, Proxy(address) as proxy:
+                client, side = pair.client(address=proxy.address)
+                await until(lambda: side.peer, SOON_S)
+                process.send_signal(signal.SIGSTOP)
+                proxy.break_all()
+                await asyncio.sleep(3 * PATIENT.doubt_s)
+                assert not side.lost
+                process.send_signal(signal.SIGCONT)
+                client.send(b"still here")
+                await until(lambda: not client.peer.backlog_bytes, SOON_S)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("keys", [KEYS, None], ids=["curve", "plain"])
 def test_a_connection_that_does_not_come_back_ends_both_sides(keys: object) -> None:
     async def main() -> None:

@@ -112,6 +112,18 @@ def test_an_end_is_asked_without_being_in_doubt() -> None:
     assert not a.ended
 
 
+def test_a_paused_peer_whose_connection_came_back_is_left_to_silence() -> None:
+    world, a, _ = connected()
+    world.cut = {"aa", "bb"}
+    at = world.now
+    lose_way(world, a)
+    world.run(0.5 * DOUBT_S)
+    world.feed(a.link, lk.Reachable(world.now))
+    world.run(60)
+    assert a.lost_at > at + FAST.silence_s - FAST.heartbeat_s
+    assert not a.link.vanished
+
+
 def test_nobody_takes_a_connection() -> None:
     world = LinkWorld(1)
     world.cut = {"bb"}

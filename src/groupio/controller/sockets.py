@@ -177,8 +177,8 @@ class LoopSocket:
 
 
 class Watch:
-    """Tells what becomes of a connecting socket's connection: when it ends or cannot be made, and
-    whether the other end refuses the key.
+    """Tells what becomes of a connecting socket's connection: when it is made, ends or cannot be
+    made, and whether the other end refuses the key.
     """
 
     REFUSALS = 2
@@ -188,17 +188,21 @@ class Watch:
         self,
         loop: asyncio.AbstractEventLoop,
         sock: zmq.Socket[bytes],
-        on_end: Callable[[], None],
+        on_change: Callable[[bool], None],
     ) -> None:
-        """Watch ``sock``, before it connects; ``on_end`` is called in the loop."""
+        """Watch ``sock``, before it connects.
+
+        ``on_change`` is called in the loop: somebody took the connection, or there is none.
+        """
         self._loop = loop
         self._sock = sock
-        self._on_end = on_end
+        self._on_change = on_change
         self._failures = 0
         self._stood = False
         kinds = (
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_CONNECTED
             | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_CLOSED
         )
@@ -217,10 +221,12 @@ class Watch:
         elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures = 0
             self._stood = True
+        elif event["event"] == zmq.EVENT_CONNECTED:
+            self._loop.call_soon(self._on_change, True)
         elif event["event"] == zmq.EVENT_CLOSED or self._stood:
             # Closed: nobody takes a connection. One that did and refused the key is there.
             self._stood = False
-            self._loop.call_soon(self._on_end)
+            self._loop.call_soon(self._on_change, False)
 
     def close(self) -> None:
         """Stop watching; before the socket is closed. ``refused`` stays as it is."""

@@ -384,7 +384,7 @@ class ControlClient:
         sock = new_socket(self._context, zmq.DEALER, host)
         if self._keys is not None:
             show_client_key(sock, self._keys)
-        self._watch = Watch(self._loop, sock, self._connection_ended)
+        self._watch = Watch(self._loop, sock, self._connection_changed)
         sock.connect(join_address(host, port))
         self._socket = LoopSocket(self._loop, sock, self._came)
         if self._opening is not None:
@@ -400,10 +400,11 @@ class ControlClient:
             return
         self.peer.feed(lk.Received(self._loop.time(), frame))
 
-    def _connection_ended(self) -> None:
+    def _connection_changed(self, stands: bool) -> None:
         assert self._socket is not None
         self._socket.take_all()  # what was said before the end says nothing of what is now
-        self.peer.feed(lk.Unreachable(self._loop.time()))
+        now = self._loop.time()
+        self.peer.feed(lk.Reachable(now) if stands else lk.Unreachable(now))
 
     def _transmit(self, frame: Frame) -> None:
         if self._socket is not None:

@@ -15,8 +15,8 @@ one direction is cut at a time T, with frames in flight for at most D seconds, b
 by T + 2 * (silence_s + D): the deaf one by silence, the other by its BYE or its silence.
 
 It ends sooner when the transport has no way to the peer: the system of a process that dies closes
-its connections at once. The peer is in doubt then until a frame of it comes, over another way; the
-session ends after ``doubt_s`` without one. A paused process keeps its connections, and a cut ends
+its connections at once. The peer is in doubt then until there is another way, or a frame of it; the
+session ends after ``doubt_s`` without. A paused process keeps its connections, and a cut ends
 none: both show by silence only.
 """
 
@@ -70,6 +70,10 @@ class Unreachable(_Event, frozen=True):
     """The transport's way to the peer is gone, or a dialling end gets none; only a hint."""
 
 
+class Reachable(_Event, frozen=True):
+    """Somebody takes connections where a dialling end's peer is: it is in doubt no more."""
+
+
 class Ask(_Event, frozen=True):
     """Ask the peer for a sign of life now."""
 
@@ -117,7 +121,7 @@ class StartTimer(_Effect, frozen=True):
     delay_s: float
 
 
-Event = Send | Received | Tick | Unreachable | Ask | Close
+Event = Send | Received | Tick | Unreachable | Reachable | Ask | Close
 Effect = Transmit | Opened | Deliver | Lost | StartTimer
 
 
@@ -218,6 +222,8 @@ class Link:
             self._tick(effects)
         elif isinstance(event, Close):
             self._end(effects, say=event.reason)
+        elif isinstance(event, Reachable):
+            self._probe_at = _NEVER
         elif isinstance(event, Ask):
             if self.opened:
                 self._transmit(FrameKind.PROBE, effects)

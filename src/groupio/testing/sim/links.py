@@ -89,6 +89,20 @@ class LinkSession:
                 delay = self.network.sim.hop(end.process, remote=True)
                 self.network.engine.post(delay, end.process, self._unreachable, side)
 
+        if process is None and self.network.sim.rng.random() < 0.5:
+            # Else a frame over the new way is the first that is seen of it.
+            delay = 3 * self.network.sim.hop(self.ends[1].process, remote=True)
+            self.network.engine.post(delay, self.ends[1].process, self._reachable)
+
+    def _reachable(self) -> None:
+        one, other = self.ends
+        ways = (
+            self.network.reaches(one.host, other.host),
+            self.network.reaches(other.host, one.host),
+        )
+        if one.process.alive and all(ways):
+            self._handle(1, ln.Reachable(self.network.engine.now))
+
     def _unreachable(self, side: int) -> None:
         if self._links[side] is not None:
             self._handle(side, ln.Unreachable(self.network.engine.now))
