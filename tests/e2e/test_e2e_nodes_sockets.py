@@ -35,7 +35,7 @@ def test_an_agent_that_stands_still_is_not_taken_for_dead(make_cluster: Any) -> 
     assert committed(save(ranks, 1))
     ruler, other = cluster.ruler, cluster.others[0]
     for node in (other, ruler):
-        with node.stopped_agent(4):
+        with node.stopped_agent(2.5):
             pass
         assert committed(save(ranks, 2 + (node is ruler)))
     assert cluster.ruler is ruler
