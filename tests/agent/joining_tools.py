@@ -101,6 +101,7 @@ class Client:
         self.on_message: Callable[[bytes], None] = options["on_message"]
         self.on_lost: Callable[[str], None] = options["on_lost"]
         self.locked_out = False
+        self.peer = SimpleNamespace(vanished=False)
         self.closed: str | None = None
         self.sent: list[Any] = []
 

@@ -89,11 +89,10 @@ class Election:
         """Whether this agent's rule still holds."""
         return self._coordinator.keep()
 
-    def leave(self, *, ruling: bool) -> None:
-        """Ask no more; a rule of this agent is free for another one."""
+    def leave(self) -> None:
+        """Ask no more; a rule of this agent, also one just won, is free for another one."""
         try:
-            if ruling:
-                self._coordinator.resign()
+            self._coordinator.resign()
         finally:
             self._coordinator.close()
 

@@ -126,7 +126,7 @@ class Joining:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
             self._unjoined.note(error.message)
             if self._job.opens:
-                self._later("prepare", RETRY_S, self._prepare_again)
+                self._later("prepare", RETRY_S, lambda: self.begin(create=bool(self._job.opens)))
             self._driver.desk.settle_without(self._job, error)
             return
         if made is None:
@@ -137,9 +137,6 @@ class Joining:
             return
         self._election = made
         self._perform(self._machine.start())
-
-    def _prepare_again(self) -> None:
-        self.begin(create=bool(self._job.opens))
 
     def _look(self) -> None:
         """Members of saves that no controller takes hear of it in time, from the first one on."""
@@ -228,8 +225,8 @@ class Joining:
                 self._connect(term, address)
             case fo.SendJoin():
                 self._send_join()
-            case fo.Host(term=term):
-                self._host(term)
+            case fo.Host(term=term, vanished=before):
+                self._host(term, before)
             case fo.StopHosting():
                 self._stop_hosting()
             case fo.LeaveTerm():
@@ -326,7 +323,8 @@ class Joining:
                 self._locked_out = client.locked_out
                 self._unjoined.note(why)
                 self._driver.reads.left(self._job)
-                self._driver.do(lambda: self._feed(fo.LinkDown(term, why)))
+                vanished = client.peer.vanished
+                self._driver.do(partial(self._feed, fo.LinkDown(term, why, vanished)))
 
         try:
             client = ControlClient(
@@ -340,8 +338,7 @@ class Joining:
         except GroupIOError as error:
             log.warning("%s", error.message)
             self._locked = address if self._network.keys is None else ""
-            down = fo.LinkDown(term, error.message)
-            self._driver.do(lambda: self._feed(down))
+            self._driver.do(partial(self._feed, fo.LinkDown(term, error.message)))
             return
         self._client = client
         store = self._job.store
@@ -384,6 +381,8 @@ class Joining:
                 log.error("refused by the controller at %s: %s", client.address, refused.message)
                 self._hang_up()
                 self._driver.do(lambda: self._refuse(refused))
+            case cm.ControllerEnds():
+                self._driver.do(lambda: self._feed(fo.RulerLeft(self._machine.term)))
             case cm.ClientSettled(client=name, request_id=request_id):
                 self._driver.desk.settled(name, request_id)
             case cm.StatusAnswer(request_id=request_id, body=body):
@@ -445,7 +444,7 @@ class Joining:
             self.settle(peer.client, request_id)
         self._driver.do(lambda: self._driver.reads.joined(self._job))
 
-    def _host(self, term: int) -> None:
+    def _host(self, term: int, before: tuple[str, str] | None) -> None:
         driver, store = self._driver, self._job.store
         log.info("job %s: this agent has the controller, term %d", store.job, term)
         own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
@@ -460,7 +459,7 @@ class Joining:
             driver.settings.backend_bytes_per_s,
         )
         self._job.host = self._network.hosts[store.store_id] = host
-        host.open_store()
+        host.begin(before)
         self._later("keep", KEEP_S, self._keep)
         self._driver.do(lambda: self._feed(fo.LinkUp(term)))
 
@@ -496,4 +495,4 @@ class Joining:
 
     def _resign(self) -> None:
         if self._made is not None:
-            self._made.leave(ruling=self._job.host is not None)
+            self._made.leave()

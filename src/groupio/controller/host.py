@@ -171,6 +171,12 @@ class Host:
                 line.send(cm.ClientSettled(message.client, message.request_id))
         self._settling = still
 
+    def begin(self, before: tuple[str, str] | None) -> None:
+        """Open the job's store, and do without the vanished agent that had the controller."""
+        if before is not None:
+            self.tell(ev.NodeLost(*before, "its process ended"))
+        self.open_store()
+
     def open_store(self) -> None:
         """Open the job's store if there is one, ahead of its first save."""
         self.around.do(lambda: self._run(self.controller.open_store(create=False)))
@@ -361,6 +367,7 @@ class Host:
             handle.cancel()
         self.timers.clear()
         for line in {*self.lines.by_node.values(), *self.lines.by_life.values()}:
+            line.send(cm.ControllerEnds())
             line.peer.close(why)
         self.lines.by_node.clear()
         self.lines.by_life.clear()
