@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -39,7 +40,8 @@ def test_an_elected_one(coordinator: MemoryCoordinator) -> None:
     assert mine.current() == rule
     assert mine.keep()
     assert not is_elsewhere(STORE)
-    mine.leave(ruling=True)
+    mine.leave()
+    assert coordinator.current(time.monotonic() + 1) is None
 
 
 def test_one_that_somebody_starts_by_hand_is_not_replaced(
@@ -57,7 +59,7 @@ def test_one_that_somebody_starts_by_hand_is_not_replaced(
         assert mine.campaign("", 0).term == rule.term
         with pytest.raises(ControllerLost):
             mine.campaign("", rule.term)
-    mine.leave(ruling=False)
+    mine.leave()
 
 
 def test_the_node_that_a_launcher_named_has_time_to_begin(

@@ -187,6 +187,29 @@ def test_an_agent_is_welcomed_joins_and_is_missed(tmp_path: Path) -> None:
     world(tmp_path, play)
 
 
+def test_agents_hear_that_the_controller_ends(tmp_path: Path) -> None:
+    async def play(it: World) -> None:
+        agents = [await it.joined("n1"), await it.joined("n2", "2" * 32)]
+        it.host.hang_up("it was deposed")
+        for agent in agents:
+            assert await agent.answer() == cm.ControllerEnds()
+            await until(lambda agent=agent: agent.lost)  # type: ignore[misc]
+            assert agent.lost == ["it was deposed"]
+        assert it.host.lines.by_node == {}
+
+    world(tmp_path, play)
+
+
+def test_a_controller_begins_without_the_one_before(tmp_path: Path) -> None:
+    async def play(it: World) -> None:
+        it.host.begin(None)
+        assert it.host.controller.resume.gone == set()
+        it.host.begin(("n9", "9" * 32))
+        assert it.host.controller.resume.gone == {"n9"}
+
+    world(tmp_path, play)
+
+
 def test_the_same_life_may_join_over_another_link(tmp_path: Path) -> None:
     async def play(it: World) -> None:
         first = await it.joined()

@@ -12,10 +12,14 @@ import pytest
 from groupio.controller.keys import Keys
 from groupio.controller.sockets import join_address, split_address
 from groupio.controller.transport import ControlClient, ControlServer, Peer
-from groupio.protocol.link import LinkConfig
+from groupio.protocol.linkconfig import LinkConfig
 
 KEYS = Keys.from_token(b"the token of all transport tests")
-FAST = LinkConfig(heartbeat_s=0.1, silence_s=1.0, retry_s=0.1, retry_max_s=0.3, ack_delay_s=0.01)
+FAST = LinkConfig(
+    heartbeat_s=0.1, silence_s=1.0, probe_s=0.2, retry_s=0.1, retry_max_s=0.3, ack_delay_s=0.01
+)
+PATIENT = LinkConfig(silence_s=120.0)
+"""Silence ends no session during a test."""
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:

@@ -3,7 +3,7 @@
 Runs like ``groupio agent run``. Before it passes a point, it waits as long as the file of that
 name in ``TEST_HOLDS`` exists; it makes ``<point>.reached`` when it comes there. A file ``slow``
 in that folder holds the bytes per second at which it writes segments. With ``TEST_HURRY`` it waits
-less for others than a real one.
+less for others than a real one, with ``TEST_PATIENT`` longer than any test.
 
 - ``pull``: chunks of peers come next
 - ``seal``: all bytes of a round were handed to the store, none of them is durable yet
@@ -27,7 +27,7 @@ from groupio.agent.segment_writer import SegmentWriter
 from groupio.controller.store import JobStore
 from groupio.fabric.tcp import TcpFabric
 from groupio.protocol import following, joining
-from groupio.protocol.link import LinkConfig
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.settings import Settings
 
 HOLDS = Path(os.environ["TEST_HOLDS"])
@@ -62,13 +62,23 @@ def slow_down() -> None:
     SegmentWriter.write = write  # type: ignore[method-assign]
 
 
-def hurry() -> None:
-    """Patience as short as a loaded machine allows: seconds become fractions of them."""
+def set_links(**others: float) -> None:
+    """Links of this process have other times than real ones."""
     made = LinkConfig.__init__
     names = [field.name for field in dataclasses.fields(LinkConfig)]
-    quick = {"heartbeat_s": 0.3, "silence_s": 2.0, "retry_max_s": 1.0}
     defaults = zip(names, made.__defaults__ or (), strict=True)
-    made.__defaults__ = tuple(quick.get(name, value) for name, value in defaults)
+    made.__defaults__ = tuple(others.get(name, value) for name, value in defaults)
+
+
+def be_patient() -> None:
+    """Silence says nothing, and a controller that is only away is never replaced."""
+    set_links(silence_s=300.0)
+    following.RECONNECT_S = 300.0
+
+
+def hurry() -> None:
+    """Patience as short as a loaded machine allows: seconds become fractions of them."""
+    set_links(heartbeat_s=0.3, silence_s=2.0, retry_max_s=1.0)
     following.RECONNECT_S = 1.5
     joining.RESUME_S = 3.0
     unjoined.REFUSED_S = 4.0
@@ -77,6 +87,8 @@ def hurry() -> None:
 if __name__ == "__main__":
     if os.environ["TEST_HURRY"]:
         hurry()
+    if os.environ["TEST_PATIENT"]:
+        be_patient()
     if os.environ["TEST_EQUAL_LINKS"]:
         links.SAMPLE_BYTES_MIN = 1 << 60  # nothing is measured, so that every node writes its own
     hold(TcpFabric, "pull", "pull")

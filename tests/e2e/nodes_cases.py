@@ -34,13 +34,13 @@ def failed(found: list[Any], kind: type[GroupIOError]) -> str:
 
 
 def lose_at(
-    make: MakeCluster, point: str, *, ruler: bool, replicas: int, hurry: bool
+    make: MakeCluster, point: str, *, ruler: bool, replicas: int, **patience: bool
 ) -> tuple[list[Any], Cluster, MachineNode, float]:
     """Epoch 1 is saved; a node is lost while epoch 2 is at the point, with agent and rank.
 
     Returns what the other ranks were told, the cluster, the lost node, and seconds until then.
     """
-    cluster = make(3, hurry=hurry, equal_links=True, replicas=str(replicas)).up()
+    cluster = make(3, equal_links=True, replicas=str(replicas), **patience).up()
     ranks = cluster.connect()
     assert committed(save(ranks, 1))
     lost = cluster.ruler if ruler else cluster.others[0]

@@ -131,6 +131,7 @@ class MachineNode:
             "GROUPIO_LOG_LEVEL": "debug",
             "TEST_HOLDS": str(self.holds),
             "TEST_HURRY": "1" if cluster.hurry else "",
+            "TEST_PATIENT": "1" if cluster.patient else "",
             "TEST_EQUAL_LINKS": "1" if cluster.equal_links else "",
             "OPENBLAS_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -333,17 +334,20 @@ class Cluster:
         net: Net | None,
         *,
         hurry: bool = False,
+        patient: bool = False,
         equal_links: bool = False,
         **settings: str,
     ) -> None:
         """``settings`` of all agents and ranks, such as ``replicas="2"``.
 
-        With ``hurry`` agents give others up sooner than real ones do. With ``equal_links`` plans
+        With ``hurry`` agents give others up sooner than real ones do; with ``patient`` silence
+        tells them nothing. With ``equal_links`` plans
         take all links to be equal, whatever a loaded machine makes of them.
         """
         self.folder = folder
         self.net = net
         self.hurry = hurry
+        self.patient = patient
         self.equal_links = equal_links
         self.store = folder / "store"
         environ = {f"GROUPIO_{name.upper()}": value for name, value in settings.items()}

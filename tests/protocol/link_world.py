@@ -10,7 +10,8 @@ from itertools import count
 from typing import Any
 
 from groupio.protocol import link as lk
-from groupio.protocol.link import Link, LinkConfig
+from groupio.protocol.link import Link
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.protocol.linkframe import Frame, decode_frame, encode_frame, end_of, reject
 from groupio.protocol.listener import Listener
 

@@ -176,3 +176,57 @@ def test_terms_only_grow_and_one_rule_is_obeyed(events: list[Any]) -> None:
                 hosted = effect.term
         assert machine.term >= before
         assert machine.hosting == (hosted == machine.term and hosted > 0)
+
+
+def test_a_controller_whose_process_ended_is_replaced_sooner() -> None:
+    machine = joined()
+    effects = machine.handle(fo.LinkDown(3, "its connection was closed", vanished=True))
+    assert effects[0] == fx.StartTimer("follow-give-up", fo.VANISHED_S)
+    assert fo.RETRY_S < fo.VANISHED_S < fo.RECONNECT_S
+    assert machine.handle(ev.TimerFired("follow-retry")) == [fo.ConnectTo(3, "tcp://n1:3")]
+    assert machine.handle(fo.LinkUp(3))[-1] == fo.SendJoin(3), "it was there after all"
+    machine.handle(fo.LinkDown(3, "nothing was heard"))
+    machine.handle(ev.TimerFired("follow-give-up"))
+    assert machine.handle(rule(4, ME))[-1] == fo.Host(4), "nothing is known of it now"
+
+
+def test_one_that_takes_no_connection_is_not_waited_for() -> None:
+    machine = fo.Following(*ME)
+    machine.start()
+    machine.handle(rule(3))
+    effects = machine.handle(fo.LinkDown(3, "it takes no connection", vanished=True))
+    assert effects[:2] == [
+        fx.StopTimer("follow-give-up"),
+        fx.StartTimer("follow-give-up", fo.VANISHED_S),
+    ]
+    machine.handle(ev.TimerFired("follow-retry"))
+    effects = machine.handle(fo.LinkDown(3, "it takes no connection", vanished=True))
+    assert kinds(effects) == ["StartTimer"], "the same time goes on"
+    assert machine.handle(ev.TimerFired("follow-give-up"))[-1] == fo.Campaign(3)
+    assert machine.handle(rule(4, ME)) == [fo.LeaveTerm(3), fo.Host(4, OTHER)]
+    assert machine.handle(fo.LinkUp(4)) == [fo.SendJoin(4)]
+
+
+def test_a_controller_that_says_that_it_ends_is_replaced_at_once() -> None:
+    machine = joined()
+    assert machine.handle(fo.RulerLeft(2)) == [], "of an earlier rule"
+    assert machine.handle(fo.RulerLeft(3)) == [fo.Campaign(3)]
+    assert machine.handle(fo.RulerLeft(3)) == []
+    assert machine.handle(fo.LinkDown(3, "the controller's agent ends")) == []
+    assert kinds(machine.handle(rule(4))) == ["LeaveTerm", "StartTimer", "ConnectTo"]
+
+
+def test_a_controller_may_say_so_while_the_link_is_made_anew() -> None:
+    machine = joined()
+    machine.handle(fo.LinkDown(3, "reset"))
+    effects = machine.handle(fo.RulerLeft(3))
+    assert kinds(effects) == ["StopTimer", "StopTimer", "Campaign"]
+    assert machine.handle(ev.TimerFired("follow-give-up")) == []
+
+
+def test_an_own_controller_is_told_by_nobody() -> None:
+    machine = fo.Following(*ME)
+    machine.start()
+    machine.handle(rule(1, ME))
+    machine.handle(fo.LinkUp(1))
+    assert machine.handle(fo.RulerLeft(1)) == []

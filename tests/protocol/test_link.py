@@ -10,7 +10,8 @@ from link_world import FAST, LinkWorld, Told
 from groupio.errors import FormatError, InvalidInput
 from groupio.protocol import link as lk
 from groupio.protocol import linkframe
-from groupio.protocol.link import Link, LinkConfig
+from groupio.protocol.link import Link
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.protocol.linkframe import (
     Frame,
     FrameKind,

@@ -111,6 +111,8 @@ class Driver:
         self._loop.remove_reader(self.residence.listener.fileno())
         for peer in list(self.peers.values()):
             self._drop(peer)
+        if self.network is not None:
+            self.network.part()
         for job in self.jobs.values():
             job.end()
         if self.network is not None:

@@ -64,10 +64,9 @@ class Election:
         """Whether this agent's rule still holds."""
         return self._coordinator.keep()
 
-    def leave(self, *, ruling: bool) -> None:
-        """Ask no more; a rule of this agent is free for another one."""
-        if ruling:
-            self._coordinator.resign()
+    def leave(self) -> None:
+        """Ask no more; a rule of this agent, also one just won, is free for another one."""
+        self._coordinator.resign()
         self._coordinator.close()
 
     def _absent(self) -> ControllerLost:

@@ -222,8 +222,8 @@ class Joining:
                 self._connect(term, address)
             case fo.SendJoin():
                 self._send_join()
-            case fo.Host(term=term):
-                self._host(term)
+            case fo.Host(term=term, vanished=before):
+                self._host(term, before)
             case fo.StopHosting():
                 self._stop_hosting()
             case fo.LeaveTerm():
@@ -329,7 +329,8 @@ class Joining:
                 self._locked_out = client.locked_out
                 self._unjoined.note(why)
                 self._driver.reads.left(self._job)
-                self._driver.do(lambda: self._feed(fo.LinkDown(term, why)))
+                vanished = client.peer.vanished
+                self._driver.do(partial(self._feed, fo.LinkDown(term, why, vanished)))
 
         try:
             client = ControlClient(
@@ -342,8 +343,7 @@ class Joining:
             )
         except GroupIOError as error:
             log.warning("%s", error.message)
-            down = fo.LinkDown(term, error.message)
-            self._driver.do(lambda: self._feed(down))
+            self._driver.do(partial(self._feed, fo.LinkDown(term, error.message)))
             return
         self._client = client
         store = self._job.store
@@ -384,6 +384,8 @@ class Joining:
                 log.error("refused by the controller at %s: %s", client.address, refused.message)
                 self._hang_up()
                 self._driver.do(lambda: self._refuse(refused))
+            case cm.ControllerEnds():
+                self._driver.do(lambda: self._feed(fo.RulerLeft(self._machine.term)))
             case cm.ClientSettled(client=name, request_id=request_id):
                 self._driver.desk.settled(name, request_id)
             case cm.StatusAnswer(request_id=request_id, body=body):
@@ -445,7 +447,7 @@ class Joining:
             self.settle(peer.client, request_id)
         self._driver.do(lambda: self._driver.reads.joined(self._job))
 
-    def _host(self, term: int) -> None:
+    def _host(self, term: int, before: tuple[str, str] | None) -> None:
         driver, store = self._driver, self._job.store
         log.info("job %s: this agent has the controller, term %d", store.job, term)
         own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
@@ -460,7 +462,7 @@ class Joining:
             driver.settings.backend_bytes_per_s,
         )
         self._job.host = self._network.hosts[store.store_id] = host
-        host.open_store()
+        host.begin(before)
         self._later("keep", KEEP_S, self._keep)
         self._driver.do(lambda: self._feed(fo.LinkUp(term)))
 
@@ -493,6 +495,6 @@ class Joining:
         self._hang_up()
         election, self._election = self._election, None
         if election is not None:
-            self._thread.submit(election.leave, ruling=self._job.host is not None)
+            self._thread.submit(election.leave)
         self._thread.submit(self._job.store.close)
         self._thread.shutdown(wait=True)

@@ -94,6 +94,11 @@ class Network:
             )
         return host
 
+    def part(self) -> None:
+        """The controllers here rule no more: their agents look for the next ones meanwhile."""
+        for host in self.hosts.values():
+            host.hang_up("the controller's agent ends")
+
     def close(self) -> None:
         """End all connections; transfers in progress fail."""
         for gate in self._gates.values():

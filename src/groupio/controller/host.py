@@ -164,6 +164,12 @@ class Host:
                 line.send(cm.ClientSettled(message.client, message.request_id))
         self._settling = still
 
+    def begin(self, before: tuple[str, str] | None) -> None:
+        """Open the job's store, and do without the vanished agent that had the controller."""
+        if before is not None:
+            self.tell(ev.NodeLost(*before, "its process ended"))
+        self.open_store()
+
     def open_store(self) -> None:
         """Open the job's store if there is one, ahead of its first save."""
         self.around.do(lambda: self._run(self.controller.open_store(create=False)))
@@ -343,8 +349,9 @@ class Host:
         return describe(self)
 
     def hang_up(self, why: str) -> None:
-        """End the lines to all agents."""
+        """End the lines to all agents: they look for the next controller."""
         for line in list(self.lines.by_node.values()):
+            line.send(cm.ControllerEnds())
             line.peer.close(why)
         self.lines.by_node.clear()
 

@@ -14,7 +14,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reading_messages as rm
 
-CONTROL_VERSION = 1
+CONTROL_VERSION = 2
 """Raised when a message, an event or an order changes its meaning."""
 
 
@@ -70,6 +70,10 @@ class NodeRefused(_Message, frozen=True):
 
     error: dict[str, Any]
     term: int = 0
+
+
+class ControllerEnds(_Message, frozen=True):
+    """The controller rules no more: look for the next one, or become it."""
 
 
 class ClientSettled(_Message, frozen=True):
@@ -128,6 +132,7 @@ FROM_NODE = (
 FROM_CONTROLLER = (
     NodeWelcome,
     NodeRefused,
+    ControllerEnds,
     ClientSettled,
     StatusAnswer,
     fx.AdmitGroup,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -106,42 +107,6 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str) ->
     return sock
 
 
-class Handshakes:
-    """Tells whether the other end of a connecting socket refuses its key."""
-
-    REFUSALS = 2
-    """One may be the end of the process at the other end."""
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        """Watch ``sock``; before it connects."""
-        self._sock = sock
-        kinds = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._events: Any = sock.get_monitor_socket(kinds)
-        self._failures = 0
-
-    @property
-    def failed(self) -> bool:
-        """It refused every time, and more than once."""
-        if not self._events.closed:
-            self._read()
-        return self._failures >= self.REFUSALS
-
-    def _read(self) -> None:
-        while self._events.poll(0):
-            event = parse_monitor_message(self._events.recv_multipart())
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._failures += 1
-            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failures = 0
-
-    def close(self) -> None:
-        """Stop watching; before the socket is closed. ``failed`` stays as it is."""
-        if not self._events.closed:
-            self._read()
-            self._sock.disable_monitor()
-            self._events.close(linger=0)
-
-
 class LoopSocket:
     """A socket that hands every message to ``on_parts`` in the loop."""
 
@@ -159,20 +124,28 @@ class LoopSocket:
         loop.add_reader(self._fd, self._drain)
         self._soon()
 
-    def send(self, parts: Sequence[bytes]) -> bool:
-        """Send without waiting; False when the message is lost: no room, no such peer, closed."""
+    def send(self, parts: Sequence[bytes]) -> int:
+        """Send without waiting; 0, or why the message is lost.
+
+        EAGAIN: there is no room for it. EHOSTUNREACH: no connection to the peer. ENOTSOCK: closed.
+        """
         if self._sock.closed:
-            return False
+            return errno.ENOTSOCK
         try:
             self._sock.send_multipart(parts, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            return False
+            return int(error.errno)
         finally:
             # Its descriptor speaks only once of what came; a call may have taken that word.
             self._soon()
-        return True
+        return 0
+
+    def take_all(self) -> None:
+        """Hand out all that has come."""
+        while self._drain():
+            pass
 
     def close(self) -> None:
         """Close the socket; what was sent last lingers."""
@@ -189,16 +162,72 @@ class LoopSocket:
         self._due = False
         self._drain()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Hand out some of what has come; True when there may be more."""
         for _ in range(_TURN):
             if self._sock.closed:
-                return
+                return False
             try:
                 parts = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return False
             self._on_parts(parts)
         self._soon()  # the others of the loop come first
+        return True
+
+
+class Watch:
+    """Tells what becomes of a connecting socket's connection: when it ends or cannot be made, and
+    whether the other end refuses the key.
+    """
+
+    REFUSALS = 2
+    """One may be the end of the process at the other end."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: zmq.Socket[bytes],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Watch ``sock``, before it connects; ``on_end`` is called in the loop."""
+        self._loop = loop
+        self._sock = sock
+        self._on_end = on_end
+        self._failures = 0
+        self._stood = False
+        kinds = (
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+        )
+        self._events = LoopSocket(loop, sock.get_monitor_socket(kinds), self._came)
+
+    @property
+    def refused(self) -> bool:
+        """The other end refused the key every time, and more than once."""
+        self._events.take_all()
+        return self._failures >= self.REFUSALS
+
+    def _came(self, parts: Parts) -> None:
+        event = parse_monitor_message([part.bytes for part in parts])
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._failures += 1
+        elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures = 0
+            self._stood = True
+        elif event["event"] == zmq.EVENT_CLOSED or self._stood:
+            # Closed: nobody takes a connection. One that did and refused the key is there.
+            self._stood = False
+            self._loop.call_soon(self._on_end)
+
+    def close(self) -> None:
+        """Stop watching; before the socket is closed. ``refused`` stays as it is."""
+        self._events.take_all()
+        if not self._sock.closed:
+            self._sock.disable_monitor()
+        self._events.close()
 
 
 class Refusals:
@@ -265,14 +294,19 @@ def show_client_key(sock: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 class Monitor:
-    """Logs peers whose handshake failed before the Gate was asked: another key, or none."""
+    """Tells of connections that ended, and logs peers whose handshake failed before the Gate was
+    asked: another key, or none.
+    """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         sock: zmq.Socket[bytes],
         refusals: Refusals,
+        on_end: Callable[[int], None],
     ) -> None:
+        """``on_end`` gets the descriptor that a connection had, in the monitor's thread."""
+        self._on_end = on_end
         self._sock = sock
         self._refusals = refusals
         self._peers: dict[int, str] = {}
@@ -307,6 +341,8 @@ class Monitor:
                 peer = self._peers.pop(value, "")
                 if failed:
                     self._refusals.add(peer or "a peer that was gone at once")
+                else:
+                    self._on_end(value)
                 failed = False
         self._events.close()
 

@@ -7,6 +7,8 @@ A message arrives once and in order, or the connection is lost on both sides
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -20,11 +22,11 @@ import zmq
 from groupio.controller.keys import Keys
 from groupio.controller.sockets import (
     Gate,
-    Handshakes,
     LoopSocket,
     Monitor,
     Parts,
     Refusals,
+    Watch,
     join_address,
     new_socket,
     numeric,
@@ -35,9 +37,13 @@ from groupio.controller.sockets import (
 )
 from groupio.errors import FormatError, InvalidInput
 from groupio.protocol import link as lk
-from groupio.protocol.link import Link, LinkConfig
+from groupio.protocol.link import Link
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.protocol.linkframe import Frame, decode_frame, encode_frame, end_of, reject
 from groupio.protocol.listener import Listener
+
+SETTLE_S = 0.05
+"""A connection is taken apart so long after its end was told."""
 
 _log = logging.getLogger("groupio.control")
 _numbers = count(1)
@@ -89,6 +95,11 @@ class Peer:
     def open(self) -> bool:
         """The connection stands."""
         return self.link.opened and not self.link.ended
+
+    @property
+    def vanished(self) -> bool:
+        """It was lost because it closed its end of the connection without a word, or takes none."""
+        return self.link.vanished
 
     @property
     def backlog_bytes(self) -> int:
@@ -187,6 +198,8 @@ class ControlServer:
         self._listener = Listener(life, lambda: next(_numbers), hello=hello, config=config)
         self._peers: dict[str, Peer] = {}
         self._routes: dict[str, bytes] = {}
+        self._descriptors: dict[str, int] = {}
+        """Of the connection over which each end was heard; another one may have it by now."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         refusals = Refusals()
         self._gate = Gate(loop, self._context, keys, refusals) if keys is not None else None
@@ -194,7 +207,7 @@ class ControlServer:
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             require_client_key(sock, keys)
-        self._monitor = Monitor(self._context, sock, refusals)
+        self._monitor = Monitor(self._context, sock, refusals, self._connection_ended)
         self._socket = LoopSocket(loop, sock, self._came)
         self._open = True
         try:
@@ -237,7 +250,10 @@ class ControlServer:
                 self._socket.send([route, encode_frame(answer)])
             return
         own = link.own
-        self._routes[own] = route  # a connection that broke and came back has another route
+        if self._routes.get(own) != route:
+            # The first one; or a connection that broke and came back: it has another route.
+            self._routes[own] = route
+            self._descriptors[own] = parts[1].get(zmq.SRCFD)
         if own not in self._peers:
             self._peers[own] = Peer(
                 self._loop,
@@ -250,11 +266,27 @@ class ControlServer:
         self._peers[own].feed(lk.Received(now, frame))
 
     def _transmit(self, own: str, frame: Frame) -> None:
-        self._socket.send([self._routes[own], encode_frame(frame)])
+        if self._socket.send([self._routes[own], encode_frame(frame)]) == errno.EHOSTUNREACH:
+            self._peers[own].feed(lk.Unreachable(self._loop.time()))
+
+    def _connection_ended(self, descriptor: int) -> None:
+        """Comes in the monitor's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._loop.call_later, SETTLE_S, self._ask, descriptor)
+
+    def _ask(self, descriptor: int) -> None:
+        """Find out, by sending, who is not there any more."""
+        if not self._open:
+            return
+        self._socket.take_all()
+        for own, known in list(self._descriptors.items()):
+            if known == descriptor and own in self._peers:
+                self._peers[own].feed(lk.Ask(self._loop.time()))
 
     def _forget(self, own: str, link: Link) -> None:
         del self._peers[own]
         del self._routes[own]
+        del self._descriptors[own]
         self._listener.drop(link)
 
 
@@ -287,7 +319,7 @@ class ControlClient:
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
-        self._handshakes: Handshakes | None = None
+        self._watch: Watch | None = None
         self._opening: Frame | None = None
         link = Link(
             end_of(life, next(_numbers)), loop.time(), hello=hello, config=config or LinkConfig()
@@ -320,7 +352,7 @@ class ControlClient:
     @property
     def locked_out(self) -> bool:
         """Somebody is there, and does not take this process's keys; also after the end."""
-        return self._handshakes is not None and self._handshakes.failed
+        return self._keys is not None and self._watch is not None and self._watch.refused
 
     def send(self, payload: bytes) -> None:
         """As :meth:`Peer.send`; before the connection stands, the message waits for it."""
@@ -352,7 +384,7 @@ class ControlClient:
         sock = new_socket(self._context, zmq.DEALER, host)
         if self._keys is not None:
             show_client_key(sock, self._keys)
-            self._handshakes = Handshakes(sock)
+        self._watch = Watch(self._loop, sock, self._connection_ended)
         sock.connect(join_address(host, port))
         self._socket = LoopSocket(self._loop, sock, self._came)
         if self._opening is not None:
@@ -367,6 +399,11 @@ class ControlClient:
             _log.warning("dropped a control frame from %s: %s", self.address, error.message)
             return
         self.peer.feed(lk.Received(self._loop.time(), frame))
+
+    def _connection_ended(self) -> None:
+        assert self._socket is not None
+        self._socket.take_all()  # what was said before the end says nothing of what is now
+        self.peer.feed(lk.Unreachable(self._loop.time()))
 
     def _transmit(self, frame: Frame) -> None:
         if self._socket is not None:
@@ -383,8 +420,8 @@ class ControlClient:
     def _release(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        if self._handshakes is not None:
-            self._handshakes.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._socket is not None:
             self._socket.close()
         _end_context(self._context)

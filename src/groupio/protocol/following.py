@@ -2,7 +2,8 @@
 
 A controller rules under a *term*; terms only grow, and the coordinator says who rules. A broken
 connection is made anew for a while: a blip loses nothing. Then the agent campaigns, and whoever
-wins hosts the next controller. Only orders of the present term are carried out.
+wins hosts the next controller; where the controller said that it ends, at once. Only orders of the
+present term are carried out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from groupio.protocol import events as ev
 
 RECONNECT_S = 5.0
 """So long the controller of the present term is tried before somebody replaces it."""
+
+VANISHED_S = 1.0
+"""So long where its process seems to have ended: its end of the connection was closed."""
 
 RETRY_S = 0.25
 """Between two tries to connect."""
@@ -66,10 +70,20 @@ class LinkUp(_Step, frozen=True):
 
 
 class LinkDown(_Step, frozen=True):
-    """The connection ended, or could not be made."""
+    """The connection ended, or could not be made.
+
+    ``vanished``: the controller's end of it was closed without a word.
+    """
 
     term: int
     why: str
+    vanished: bool = False
+
+
+class RulerLeft(_Step, frozen=True):
+    """The controller of this term said that it rules no more."""
+
+    term: int
 
 
 class JoinRefused(_Step, frozen=True):
@@ -113,9 +127,13 @@ class SendJoin(_Step, frozen=True):
 
 
 class Host(_Step, frozen=True):
-    """Start the controller of this term here; answer LinkUp."""
+    """Start the controller of this term here; answer LinkUp.
+
+    ``vanished``: node and life of the controller before, when its process seems to have ended.
+    """
 
     term: int
+    vanished: tuple[str, str] | None = None
 
 
 class StopHosting(_Step, frozen=True):
@@ -160,6 +178,10 @@ class Following:
     error: GroupIOError | None = None
     """Why nothing goes on at the moment, for status."""
     _address: str = ""
+    _ruler: tuple[str, str] = ("", "")
+    """Node and life of the controller of the present term."""
+    _vanished: bool = False
+    """Its end of the connection was closed, and it was not reached since."""
     _failures: int = 0
     _timers: set[str] = field(default_factory=set)
 
@@ -186,8 +208,10 @@ class Following:
                 return self._on_failed(error)
             case LinkUp(term=term):
                 return self._on_up(term)
-            case LinkDown(term=term):
-                return self._on_down(term)
+            case LinkDown(term=term, vanished=vanished):
+                return self._on_down(term, vanished)
+            case RulerLeft(term=term):
+                return self._on_left(term)
             case JoinRefused(term=term, error=error):
                 return self._on_refused(term, error)
             case OrderCame():
@@ -210,11 +234,13 @@ class Following:
         if self.term:
             effects.append(LeaveTerm(self.term))
         effects += self._stop(_GIVE_UP, _RETRY, _AGAIN)
+        before = self._ruler if self._vanished else None
         self.term, self._address = rule.term, rule.address
-        self.hosting = (rule.node, rule.life) == (self.node, self.life)
+        self._ruler, self._vanished = (rule.node, rule.life), False
+        self.hosting = self._ruler == (self.node, self.life)
         if self.hosting:
             self.where = Where.CONNECTING
-            return [*effects, Host(self.term)]
+            return [*effects, Host(self.term, before)]
         return effects + self._connect()
 
     @property
@@ -244,13 +270,23 @@ class Following:
         if term != self.term or self.where is Where.JOINED:
             return []
         self.where, self.error, self._failures = Where.JOINED, None, 0
+        self._vanished = False
         return [*self._stop(_GIVE_UP, _RETRY, _AGAIN), SendJoin(term)]
 
-    def _on_down(self, term: int) -> list[Any]:
+    def _on_down(self, term: int, vanished: bool) -> list[Any]:
         if term != self.term or not self._engaged:
             return []
         self.where = Where.CONNECTING
-        return [*self._start(_GIVE_UP, RECONNECT_S), *self._start(_RETRY, RETRY_S)]
+        effects: list[Any] = []
+        if vanished and not self._vanished:
+            self._vanished = True
+            effects = [*self._stop(_GIVE_UP), *self._start(_GIVE_UP, VANISHED_S)]
+        return [*effects, *self._start(_GIVE_UP, RECONNECT_S), *self._start(_RETRY, RETRY_S)]
+
+    def _on_left(self, term: int) -> list[Any]:
+        if term != self.term or not self._engaged or self.hosting:
+            return []
+        return [*self._stop(_GIVE_UP, _RETRY, _AGAIN), *self._campaign()]
 
     def _on_refused(self, term: int, error: GroupIOError) -> list[Any]:
         if term != self.term or not self._engaged:

@@ -90,9 +90,14 @@ class AgentsOfJob(Lives):
     # -- losing ---------------------------------------------------------
 
     def _on_node_lost(self, event: ev.NodeLost) -> list[fx.Effect]:
-        """An agent is gone, and all of its clients with it."""
+        """An agent is gone, and all of its clients with it.
+
+        Of one that never joined here nobody waits for what an earlier controller left with it.
+        """
         if not self.nodes.lose(event.node, event.life):
-            return []
+            if event.node not in self.nodes:
+                self.resume.gone.add(event.node)
+            return self._judge()
         effects: list[fx.Effect] = []
         touched = []
         self.resume.held.pop(event.node, None)

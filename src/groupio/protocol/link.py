@@ -13,20 +13,24 @@ A session ends (``Lost``) when nothing was heard for ``silence_s``, when the pee
 breaks the protocol, when it acknowledges nothing for ``stall_s`` or leaves too much unread. When
 one direction is cut at a time T, with frames in flight for at most D seconds, both ends are lost
 by T + 2 * (silence_s + D): the deaf one by silence, the other by its BYE or its silence.
+
+It ends sooner when the transport has no way to the peer: the system of a process that dies closes
+its connections at once. The peer is in doubt then until a frame of it comes, over another way; the
+session ends after ``doubt_s`` without one. A paused process keeps its connections, and a cut ends
+none: both show by silence only.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from groupio.errors import InvalidInput
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.protocol.linkframe import (
-    FRAGMENT_BYTES_MAX,
     HELLO_BYTES_MAX,
     Frame,
     FrameKind,
@@ -38,46 +42,6 @@ _NEVER = float("inf")
 
 _SLACK_S = 1e-6
 """A timer may run out so much early: adding a delay to a clock rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkConfig:
-    """Times in seconds, sizes in bytes; both ends of a session use the same."""
-
-    heartbeat_s: float = 1.0
-    """An end that had nothing to say for so long sends an ACK."""
-    silence_s: float = 8.0
-    """The session ends when nothing was heard for so long."""
-    retry_s: float = 0.5
-    """First wait for an acknowledgement before a frame is sent again; doubles with each try."""
-    retry_max_s: float = 2.0
-    """Longest such wait."""
-    ack_delay_s: float = 0.03
-    """An ACK waits so long for data that could carry it."""
-    fragment_bytes: int = 256 << 10
-    """Longer messages travel as several frames, so that none keeps the others waiting."""
-    window_bytes: int = 4 << 20
-    """Most bytes sent and not acknowledged, and most that are kept out of order."""
-    window_frames: int = 256
-    """Most frames sent and not acknowledged; at least one frame may always be under way."""
-    message_bytes: int = 512 << 20
-    """Longest message."""
-    queue_bytes: int = 1 << 30
-    """Most bytes that wait to be sent; one more ends the session."""
-    queue_frames: int = 1 << 16
-    """Most frames that wait to be sent; one more ends the session."""
-
-    def __post_init__(self) -> None:
-        assert 0 < self.heartbeat_s * 2 < self.silence_s
-        assert 0 < self.retry_s <= self.retry_max_s < self.silence_s
-        assert 0 <= self.ack_delay_s < self.retry_s
-        assert 0 < self.fragment_bytes <= min(FRAGMENT_BYTES_MAX, self.window_bytes)
-        assert self.window_frames > 0
-
-    @property
-    def stall_s(self) -> float:
-        """The session ends when the peer lives but acknowledges nothing for so long."""
-        return 2 * self.silence_s
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -100,6 +64,14 @@ class Received(_Event, frozen=True):
 
 class Tick(_Event, frozen=True):
     """The timer ran out. The first Tick of a dialling end sends the OPEN."""
+
+
+class Unreachable(_Event, frozen=True):
+    """The transport's way to the peer is gone, or a dialling end gets none; only a hint."""
+
+
+class Ask(_Event, frozen=True):
+    """Ask the peer for a sign of life now."""
 
 
 class Close(_Event, frozen=True):
@@ -145,7 +117,7 @@ class StartTimer(_Effect, frozen=True):
     delay_s: float
 
 
-Event = Send | Received | Tick | Close
+Event = Send | Received | Tick | Unreachable | Ask | Close
 Effect = Transmit | Opened | Deliver | Lost | StartTimer
 
 
@@ -172,7 +144,7 @@ class Link:
         *,
         hello: bytes = b"",
         peer: str = "",
-        config: LinkConfig = LinkConfig(),
+        config: LinkConfig | None = None,
     ) -> None:
         if len(hello) > HELLO_BYTES_MAX:
             raise InvalidInput(
@@ -180,9 +152,11 @@ class Link:
             )
         self.own = own
         self.peer = peer
-        self.config = config
+        self.config = config = config or LinkConfig()
         self.opened = False
         self.ended = False
+        self.vanished = False
+        """It ended because there was no way to the peer, and none came in time."""
         self._dials = not peer
         self._hello = hello
         self._peer_hello = b""
@@ -191,6 +165,8 @@ class Link:
         self._heard = now
         self._sent = now
         self._excused = False
+        self._probes_left = 0
+        self._probe_at = _NEVER
         # sending
         self._queue: deque[tuple[bytes, bool]] = deque()
         self._queue_bytes = 0
@@ -240,8 +216,14 @@ class Link:
             self._send(event.payload, effects)
         elif isinstance(event, Tick):
             self._tick(effects)
-        else:
+        elif isinstance(event, Close):
             self._end(effects, say=event.reason)
+        elif isinstance(event, Ask):
+            if self.opened:
+                self._transmit(FrameKind.PROBE, effects)
+        elif self._probe_at == _NEVER and (self.opened or self._dials):
+            self._probes_left = self.config.probes
+            self._probe(effects)
         if not self.ended:
             self._arm(effects)
         return effects
@@ -354,6 +336,7 @@ class Link:
         """A frame of this very session."""
         self._heard = self._now
         self._excused = False
+        self._probe_at = _NEVER
         if not self.opened:
             self.opened = True
             effects.append(Opened(self._peer_hello))
@@ -361,8 +344,8 @@ class Link:
         if frame.ack >= self._next_seq:
             return self._break(f"frame {frame.ack} acknowledged that was never sent", effects)
         self._acked(frame.ack, effects)
-        if frame.kind is FrameKind.ACCEPT:
-            self._ack_at = self._now  # without an answer the other end stays half open
+        if frame.kind in (FrameKind.ACCEPT, FrameKind.PROBE):
+            self._ack_at = self._now  # the other end stays half open, or in doubt, without it
         elif frame.kind is FrameKind.DATA:
             self._data(frame, effects)
         if not self.ended and self._ack_at <= self._now:
@@ -421,6 +404,15 @@ class Link:
             self._heard = max(self._heard, now - config.silence_s + config.heartbeat_s)
             self._excused = True
         self._armed = _NEVER
+        if now >= self._probe_at:
+            # After a late timer the answer may wait in this process: that time does not count.
+            self._probes_left -= now < self._probe_at + config.probe_s
+            if not self._probes_left:
+                self.vanished = True
+                what = "its connection was closed" if self.opened else "it takes no connection"
+                silent_s = now - self._heard
+                return self._end(effects, lost=f"{what}, and it was silent for {silent_s:.1f} s")
+            self._probe(effects)
         if now >= self._heard + config.silence_s:
             what = "nothing was heard of the peer" if self.opened else "the peer did not answer"
             return self._end(effects, lost=f"{what} for {now - self._heard:.1f} s")
@@ -442,13 +434,19 @@ class Link:
             self._transmit(FrameKind.ACK, effects)
         return None
 
+    def _probe(self, effects: list[Effect]) -> None:
+        """One more chance for a peer in doubt; before the session stands, the OPENs ask."""
+        self._probe_at = self._now + self.config.probe_s
+        if self.opened:
+            self._transmit(FrameKind.PROBE, effects)
+
     def _back_off(self) -> None:
         self._retry_at = self._now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, self.config.retry_max_s)
 
     def _arm(self, effects: list[Effect]) -> None:
         """Set the timer when something is due before it runs out."""
-        due = self._heard + self.config.silence_s
+        due = min(self._heard + self.config.silence_s, self._probe_at)
         if not self.opened:
             due = min(due, self._retry_at)
         else:

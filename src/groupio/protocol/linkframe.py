@@ -46,6 +46,8 @@ class FrameKind(IntEnum):
     """Nothing but the acknowledgement: also the heartbeat."""
     BYE = 4
     """The sender's end is no more; the payload is the reason, in UTF-8."""
+    PROBE = 5
+    """The sender doubts that the receiver lives; it is to answer at once."""
 
 
 _Name = Annotated[str, msgspec.Meta(max_length=END_CHARS_MAX)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from groupio.protocol.link import Link, LinkConfig
+from groupio.protocol.link import Link
+from groupio.protocol.linkconfig import LinkConfig
 from groupio.protocol.linkframe import Frame, FrameKind, end_of
 
 

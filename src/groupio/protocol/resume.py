@@ -44,6 +44,8 @@ class Resume:
 
     attempts: dict[DecisionKey, ev.UndecidedAttempt] = field(default_factory=dict)
     held: dict[str, dict[DecisionKey, ev.HeldGroup]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    """Nodes that are known to be lost, with what they held."""
 
     def add(self, node: str, held: ev.HeldGroup) -> None:
         """A living node holds a group of an earlier controller."""
@@ -87,9 +89,9 @@ class Resume:
         return Rest(holders, record, not missing, why)
 
     def is_all(self, attempt: ev.UndecidedAttempt) -> bool:
-        """All nodes of the attempt have come and said what they hold of it."""
+        """All nodes of the attempt have come and said what they hold of it, or are lost."""
         here = {node for node, groups in self.held.items() if attempt.key in groups}
-        return bool(attempt.nodes) and here.issuperset(attempt.nodes)
+        return bool(attempt.nodes) and (here | self.gone).issuperset(attempt.nodes)
 
 
 def _same(part: ev.HeldGroup | ev.SealedRecord, attempt: ev.UndecidedAttempt) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from groupio.controller.messages import FROM_READER
+from groupio.controller.messages import FROM_READER, ControllerEnds
 from groupio.controller.swarms import TIMERS, Swarms
 from groupio.errors import GroupIOError
 from groupio.protocol import effects as fx
@@ -56,6 +56,11 @@ class Control:
         self._running: dict[Any, int] = {}
         sim.controls.append(self)
         sim.trace(node.name, f"hosts the controller of term {term}")
+
+    def part(self) -> None:
+        """Its agents hear that another one rules."""
+        for session in self.peers.values():
+            session.send(self, (self.term, ControllerEnds()))
 
     def stop(self) -> None:
         """It rules no more; its store calls go on as long as the process does."""

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from groupio.controller.messages import ControllerEnds
 from groupio.errors import GroupIOError
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -91,12 +92,15 @@ class Follower:
                 engine.post(delay, self.process, self._connect, term, address)
             case fo.SendJoin():
                 self._join()
-            case fo.Host(term=term):
+            case fo.Host(term=term, vanished=before):
                 self.node.hosted = Control(self.sim, self.node, term)
+                if before is not None:
+                    self.node.hosted.feed(ev.NodeLost(*before, "its process ended"))
                 self.sim.announce(Rule(term, self.node.name, self.node.life))
                 engine.post(0.0, self.process, self.feed, fo.LinkUp(term))
             case fo.StopHosting():
                 if self.node.hosted is not None:
+                    self.node.hosted.part()
                     self.node.hosted.stop()
                     self.node.hosted = None
             case fo.LeaveTerm():
@@ -163,7 +167,8 @@ class Follower:
         control = next((c for c in self.sim.controls if c.term == term), None)
         ways = network.reaches(self.host, address) and network.reaches(address, self.host)
         if control is None or control.process.paused or not ways:
-            down = fo.LinkDown(term, "the controller does not answer")
+            vanished = control is None and ways
+            down = fo.LinkDown(term, "the controller does not answer", vanished)
             self.sim.engine.post(REFUSED_CONNECT_S, self.process, self.feed, down)
             return
         self.session = network.connect(control, self)
@@ -217,6 +222,8 @@ class Follower:
         """An order of the controller of a term."""
         if self.sim.options.local:
             self.node.execute(effect)
+        elif isinstance(effect, ControllerEnds):
+            self.feed(fo.RulerLeft(term))
         elif isinstance(effect, fx.RefuseNode):
             self.sim.trace(self.host, f"is refused: {effect.error.message}")
             self._hang_up("refused")
@@ -233,5 +240,5 @@ class Follower:
         """The connection to the controller is over."""
         if session is self.session:
             self.session = None
-            self.feed(fo.LinkDown(self.machine.term, why))
+            self.feed(fo.LinkDown(self.machine.term, why, session.vanished))
             self.node.reads.left()

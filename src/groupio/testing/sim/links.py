@@ -8,7 +8,11 @@ from groupio.protocol import link as ln
 from groupio.protocol.linkframe import Frame, FrameKind, end_of
 
 if TYPE_CHECKING:
+    from groupio.testing.sim.engine import Process
     from groupio.testing.sim.network import End, Network
+
+BREAKS = 0.1
+"""How often a datagram is lost because its connection breaks, which comes back at once."""
 
 
 class Parcel:
@@ -36,6 +40,8 @@ class LinkSession:
         self._waiting: list[Any] = []
         """What the listening end wants to say before it exists."""
         self._timers = [0, 0]
+        self.vanished = False
+        """It ended because the connection below it did."""
         self._handle(1, ln.Tick(now))
 
     def send(self, source: End, payload: Any) -> None:
@@ -72,7 +78,20 @@ class LinkSession:
                     end.heard(self, self.network.unpacked(whole))
             elif isinstance(effect, ln.Lost) and self.open[side]:
                 self.open[side] = False
+                self.vanished = link.vanished
                 end.lost(self, effect.reason)
+
+    def disconnect(self, process: Process | None = None) -> None:
+        """The connection below ends, as both ends see if they can; or ``process`` did."""
+        for side in (0, 1):
+            end, other = self.ends[side], self.ends[1 - side]
+            if end.process is not process and self.network.reaches(other.host, end.host):
+                delay = self.network.sim.hop(end.process, remote=True)
+                self.network.engine.post(delay, end.process, self._unreachable, side)
+
+    def _unreachable(self, side: int) -> None:
+        if self._links[side] is not None:
+            self._handle(side, ln.Unreachable(self.network.engine.now))
 
     def _tick(self, side: int, timer: int) -> None:
         if timer == self._timers[side]:
@@ -80,9 +99,13 @@ class LinkSession:
 
     def _transmit(self, side: int, frame: Frame) -> None:
         source, target = self.ends[side], self.ends[1 - side]
-        for delay in self.network.datagram(source, target):
-            engine = self.network.engine
-            engine.post(delay, target.process, self._received, 1 - side, frame)
+        network = self.network
+        delays = network.datagram(source, target)
+        dropped = not delays and network.reaches(source.host, target.host)
+        if dropped and network.sim.rng.random() < BREAKS:
+            self.disconnect()
+        for delay in delays:
+            network.engine.post(delay, target.process, self._received, 1 - side, frame)
 
     def _received(self, side: int, frame: Frame) -> None:
         now = self.network.engine.now

@@ -57,12 +57,14 @@ class End(Protocol):
 class Session:
     """Messages between two processes, in order and each once, until it breaks."""
 
-    __slots__ = ("at", "ends", "networks", "open", "stuck")
+    __slots__ = ("at", "ends", "networks", "open", "stuck", "vanished")
 
     def __init__(self, network: Network, one: End, other: End) -> None:
         self.networks = network
         self.ends = (one, other)
         self.open = [True, True]
+        self.vanished = False
+        """It ended because a process did."""
         self.at = [0.0, 0.0]
         """When the last message to each end arrives."""
         self.stuck: tuple[list[Any], list[Any]] = ([], [])
@@ -100,6 +102,7 @@ class Network:
         self.clogged: dict[tuple[str, str], float] = {}
         """Until when messages between two nodes wait."""
         self.sessions: list[Session] = []
+        self.links: list[LinkSession] = []
         self._numbers = count(1)
         self._forms = (WireForm(FROM_NODE), WireForm(FROM_CONTROLLER))
 
@@ -131,7 +134,9 @@ class Network:
     def connect(self, one: End, other: End) -> AnySession:
         """A new session; the caller has seen that both reach each other."""
         if self.sim.options.real_links:
-            return LinkSession(self, one, other)
+            self.links = [s for s in self.links if s.open[0] or s.open[1]]
+            self.links.append(LinkSession(self, one, other))
+            return self.links[-1]
         session = Session(self, one, other)
         self.sessions = [s for s in self.sessions if s.open[0] or s.open[1]]
         self.sessions.append(session)
@@ -234,11 +239,15 @@ class Network:
         if suspended():
             self.end(session, f"nothing was heard for {SILENCE_S} s")
 
-    def process_ended(self, process: Process) -> None:
-        """The system of a dead process closes its connections."""
+    def process_ended(self, process: Process, *, silent: bool) -> None:
+        """The system of a dead process closes its connections; ``silent``: it is dead itself."""
         for session in self.sessions:
             if any(end.process is process for end in session.ends):
+                session.vanished = True
                 self.end(session, "the peer closed the connection")
+        for link in self.links:
+            if not silent and any(end.process is process for end in link.ends):
+                link.disconnect(process)
 
     def end(self, session: AnySession, why: str, source: End | None = None) -> None:
         """Both ends of a session learn, each in its time, that it is over."""

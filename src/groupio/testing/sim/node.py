@@ -86,8 +86,11 @@ class Node:
         self.learn()
         self.follower.begin()
 
-    def crash(self, why: str) -> None:
-        """The agent process ends at once; what it held in memory is gone."""
+    def crash(self, why: str, *, power: bool = True) -> None:
+        """The agent process ends at once; what it held in memory is gone.
+
+        Without ``power`` nothing on the node says so to others.
+        """
         if not self.process.alive:
             return
         sim = self.sim
@@ -95,7 +98,7 @@ class Node:
         if self.hosted is not None:
             self.hosted.stop()
         sim.loads.spoil()
-        sim.network.process_ended(self.process)
+        sim.network.process_ended(self.process, silent=not power)
         for rank in sim.ranks_on(self):
             sim.engine.post(sim.rng.random() * 0.01, rank.process, rank.agent_lost)
         for peer in sim.nodes.values():

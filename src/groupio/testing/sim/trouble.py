@@ -102,7 +102,7 @@ class Trouble:
         """A node loses its power for so long: its processes, and what its disk had not flushed."""
         sim = self.sim
         ranks = [r for r in set(sim.ranks.values()) if r.node is node and r.process.alive]
-        node.crash("its power failed")
+        node.crash("its power failed", power=False)
         for rank in sorted(ranks, key=lambda r: r.process.name):
             sim.kill(rank)
         for row in sim.disk.cut(sim.rng, [node.name]):
