@@ -284,7 +284,7 @@ def running() -> Controller:
 def storing(controller: Controller) -> Storing:
     """Its group is sealed and hashed; a plan is asked for."""
     job = PlannedJob("n0", "1", KEY, True, True, content={0: "x"}, hashed=True)
-    controller.handle(ev.MemberCopied(1, 0))
+    controller.handle(ev.MemberCopied(1, 0, "n0"))
     effects = controller.handle(ev.NodeHashed(1, "n0", job.report()))
     assert isinstance(effects[-1], fx.MakePlan)
     found = controller.groups[1].storing
@@ -383,7 +383,7 @@ def test_what_a_sealed_group_waits_for_is_known() -> None:
     controller = running()
     group = controller.groups[1]
     assert group.waits_for == ()
-    controller.handle(ev.MemberCopied(1, 0))
+    controller.handle(ev.MemberCopied(1, 0, "n0"))
     assert group.waits_for == ("n0",)
     assert group.levels == (Level.STAGED,)
     job = PlannedJob("n0", "1", KEY, True, True, content={0: "x"}, hashed=True)
@@ -402,7 +402,7 @@ def test_what_a_sealed_group_waits_for_is_known() -> None:
     eager.handle(ev.StoreOpened(ev.StoreState("job", (), (), (), 0)))
     eager.handle(ev.InflightPublished(1))
     eager.handle(ev.NodeAdmitted(1, "n0"))
-    eager.handle(ev.MemberCopied(1, 0))
+    eager.handle(ev.MemberCopied(1, 0, "n0"))
     assert eager.groups[1].waits_for == ("n0",)
 
 

@@ -83,6 +83,8 @@ class MemberCopied(_Event, frozen=True):
 
     group: int
     rank: int
+    node: str
+    """The node of its agent, which says so."""
 
 
 class MemberFailed(_Event, frozen=True):
