@@ -372,6 +372,14 @@ def test_the_store_of_a_sealed_group_may_be_away_when_it_is_opened_again() -> No
     assert [e.node for e in effects if isinstance(e, fx.AbortGroup)] == ["n0", "n1"]
 
 
+def test_the_loss_of_an_older_life_says_nothing_of_a_node_that_lives() -> None:
+    controller = running()
+    assert controller.handle(ev.NodeLost("n1", "older", "its process ended")) == []
+    assert "n1" not in controller.resume.gone
+    controller.handle(ev.NodeLost("n9", "older", "its process ended"))
+    assert "n9" in controller.resume.gone
+
+
 def test_a_store_that_is_away_is_not_tried_again_for_nothing() -> None:
     controller = Controller(resumes=True)
     controller.open_store(create=True)
