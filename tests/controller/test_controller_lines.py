@@ -11,7 +11,7 @@ import pytest
 from groupio.controller import messages as cm
 from groupio.controller.lines import Line, Lines, from_ages
 from groupio.errors import GroupAborted, InvalidInput
-from groupio.model import Level, NodeLink
+from groupio.model import ChunkTable, Level, MemberTable, NodeLink, NodeReport
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.wireform import WireForm
@@ -110,3 +110,54 @@ def test_a_node_speaks_for_itself_and_its_clients_only() -> None:
     ):
         with pytest.raises(InvalidInput, match="in the name of"):
             lines.check(way, message)
+
+
+def none() -> Any:
+    return np.empty(0, np.int64)
+
+
+def report(node: str, *ranks: int) -> NodeReport:
+    chunks = ChunkTable(np.empty((0, 32), np.uint8), none(), none().astype(np.int32), none())
+    return NodeReport(node, (), chunks, tuple(MemberTable(r, (), b"", none(), 0) for r in ranks))
+
+
+def joins(**fields: Any) -> ev.NodeJoined:
+    """n1 joins with a group of rank 0, of which it says this."""
+    held = ev.HeldGroup(
+        key=fx.DecisionKey(1, 5, 1),
+        incarnation=1,
+        world_size=2,
+        group=1,
+        opened=(opened("mine", "n1"),),
+        planned=True,
+        copies=np.empty((0, 32), np.uint8),
+        **{"copied": (0,)} | fields,
+    )
+    return ev.NodeJoined("n1", "5" * 32, "tcp://h:1", NodeLink("n1", 1.0, 1.0, "n1"), "", (held,))
+
+
+@pytest.mark.parametrize("name", ["hashed", "stored"])
+def test_a_node_holds_reports_of_its_own_only(name: str) -> None:
+    lines = Lines("n0")
+    way, _ = line(lines, "n1")
+    lines.check(way, joins(**{name: report("n1", 0)}))
+    with pytest.raises(InvalidInput, match="sent NodeJoined in the name of node n2"):
+        lines.check(way, joins(**{name: report("n2", 0)}))
+    with pytest.raises(InvalidInput, match=r"it holds epoch 5 of rank\(s\) 1 of others"):
+        lines.check(way, joins(**{name: report("n1", 0, 1)}))
+
+
+def test_a_node_holds_the_bytes_of_its_own_members_only() -> None:
+    lines = Lines("n0")
+    way, _ = line(lines, "n1")
+    lines.check(way, joins())
+    with pytest.raises(InvalidInput, match=r"it holds epoch 5 of rank\(s\) 1 of others"):
+        lines.check(way, joins(copied=(0, 1)))
+
+
+def test_a_node_says_of_its_own_members_that_they_copied() -> None:
+    lines = Lines("n0")
+    way, _ = line(lines, "n1")
+    lines.check(way, ev.MemberCopied(1, 0, "n1"))
+    with pytest.raises(InvalidInput, match="sent MemberCopied in the name of node n2"):
+        lines.check(way, ev.MemberCopied(1, 0, "n2"))

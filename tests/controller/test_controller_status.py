@@ -7,12 +7,14 @@ import errno
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from groupio.agent import survey
 from groupio.agent.survey import Survey
 from groupio.controller.away import Away
 from groupio.errors import StorageError
+from groupio.model import ChunkTable, MemberTable, NodeReport
 from groupio.protocol import events as ev
 from groupio.protocol.controller import Controller
 
@@ -49,6 +51,45 @@ def test_a_group_that_retries_says_so_too() -> None:
     assert away.error == "no answer"
     away.note(ev.Drain(), Groups(None, None))
     assert away.since is None
+
+
+def test_a_group_of_one_node_that_waits_says_so_too() -> None:
+    away, controller = Away(), Controller()
+    member = ev.MemberOpened(
+        node="n0",
+        client="c",
+        process=ev.Process(1, 1),
+        rank=0,
+        world_size=1,
+        save_id=1,
+        epoch=1,
+        deadline_s=60.0,
+        elapsed_s=0.0,
+        at=0.0,
+        total_bytes=0,
+        bytes_logical=0,
+        items_id=b"",
+    )
+    none = np.empty(0, np.int64)
+    chunks = ChunkTable(np.empty((0, 32), np.uint8), none, none.astype(np.int32), none)
+    report = NodeReport("n0", (), chunks, (MemberTable(0, (), b"", none, 0),))
+    for event, is_away in (
+        (member, False),
+        (ev.StoreOpened(ev.StoreState("job", (), (), (), 0)), False),
+        (ev.NodeAdmitted(1, "n0"), False),
+        (ev.InflightPublished(1), False),
+        (ev.MemberCopied(1, 0, "n0"), False),
+        (ev.NodeStored(1, "n0", report), False),
+        (ev.Prepared(1, error=failed(errno.ESTALE)), True),
+        (ev.TimerFired("away-1"), True),
+        (ev.Prepared(1, b"id"), False),
+        (ev.Decided(1, False, False, failed(errno.ESTALE)), True),
+        (ev.TimerFired("away-1"), True),
+        (ev.Decided(1, True, True), False),
+    ):
+        controller.handle(event)
+        away.note(event, controller)
+        assert (away.since is not None) == is_away, event
 
 
 class Elsewhere:

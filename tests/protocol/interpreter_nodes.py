@@ -230,5 +230,8 @@ class NodesInterpreter(Interpreter):
     def do_decided_away(self, line: Line) -> None:
         self.control(ev.Decided(self._at(line)[1], False, False, away()))
 
+    def do_compared_away(self, line: Line) -> None:
+        self.control(ev.Compared(self._at(line)[1], False, away()))
+
     def do_budget(self, line: Line) -> None:
         self.machines[line.flags[0]].ledger.budget = size_of(line.flags[1])

@@ -284,7 +284,7 @@ def running() -> Controller:
 def storing(controller: Controller) -> Storing:
     """Its group is sealed and hashed; a plan is asked for."""
     job = PlannedJob("n0", "1", KEY, True, True, content={0: "x"}, hashed=True)
-    controller.handle(ev.MemberCopied(1, 0))
+    controller.handle(ev.MemberCopied(1, 0, "n0"))
     effects = controller.handle(ev.NodeHashed(1, "n0", job.report()))
     assert isinstance(effects[-1], fx.MakePlan)
     found = controller.groups[1].storing
@@ -372,6 +372,14 @@ def test_the_store_of_a_sealed_group_may_be_away_when_it_is_opened_again() -> No
     assert [e.node for e in effects if isinstance(e, fx.AbortGroup)] == ["n0", "n1"]
 
 
+def test_the_loss_of_an_older_life_says_nothing_of_a_node_that_lives() -> None:
+    controller = running()
+    assert controller.handle(ev.NodeLost("n1", "older", "its process ended")) == []
+    assert "n1" not in controller.resume.gone
+    controller.handle(ev.NodeLost("n9", "older", "its process ended"))
+    assert "n9" in controller.resume.gone
+
+
 def test_a_store_that_is_away_is_not_tried_again_for_nothing() -> None:
     controller = Controller(resumes=True)
     controller.open_store(create=True)
@@ -383,7 +391,7 @@ def test_what_a_sealed_group_waits_for_is_known() -> None:
     controller = running()
     group = controller.groups[1]
     assert group.waits_for == ()
-    controller.handle(ev.MemberCopied(1, 0))
+    controller.handle(ev.MemberCopied(1, 0, "n0"))
     assert group.waits_for == ("n0",)
     assert group.levels == (Level.STAGED,)
     job = PlannedJob("n0", "1", KEY, True, True, content={0: "x"}, hashed=True)
@@ -402,7 +410,7 @@ def test_what_a_sealed_group_waits_for_is_known() -> None:
     eager.handle(ev.StoreOpened(ev.StoreState("job", (), (), (), 0)))
     eager.handle(ev.InflightPublished(1))
     eager.handle(ev.NodeAdmitted(1, "n0"))
-    eager.handle(ev.MemberCopied(1, 0))
+    eager.handle(ev.MemberCopied(1, 0, "n0"))
     assert eager.groups[1].waits_for == ("n0",)
 
 

@@ -15,6 +15,10 @@ from groupio.protocol import reasons
     [
         (errno.ESTALE, True, True),
         (errno.ENOTCONN, True, True),
+        (errno.ECONNABORTED, True, True),
+        (errno.ECONNREFUSED, True, True),
+        (errno.ECONNRESET, True, True),
+        (errno.ESHUTDOWN, True, True),
         # Its path leads to another file system: what is sealed is kept, new saves are refused.
         (errno.EREMCHG, True, False),
         (errno.EIO, False, False),

@@ -62,7 +62,7 @@ def test_a_copy_that_ends_after_the_group_was_given_up_changes_nothing() -> None
     group.join(opened(0, 1, 5))
     group.admit(DecisionKey(1, 5, 1), store=True)
     group.fail(GroupAborted("too late"))
-    assert group.handle(ev.MemberCopied(1, 0)) == []
+    assert group.handle(ev.MemberCopied(1, 0, "n0")) == []
     assert group.phase is Phase.ABORTING
 
 

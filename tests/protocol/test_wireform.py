@@ -157,8 +157,8 @@ def test_item_tables_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPa
 
 def test_numbers_of_numpy_become_numbers() -> None:
     form = WireForm((ev.MemberCopied,))
-    message = ev.MemberCopied(np.int64(3), np.int32(4))  # type: ignore[arg-type]
-    assert form.decode(form.encode(message)) == ev.MemberCopied(3, 4)
+    message = ev.MemberCopied(np.int64(3), np.int32(4), "n0")  # type: ignore[arg-type]
+    assert form.decode(form.encode(message)) == ev.MemberCopied(3, 4, "n0")
 
 
 def test_only_the_union_travels() -> None:

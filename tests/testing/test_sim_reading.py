@@ -82,6 +82,16 @@ def test_what_is_staged_outlasts_a_backend_that_is_away(away_s: float) -> None:
         assert all(Level.DURABLE in save.levels for save in staged)
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_what_one_node_has_written_outlasts_a_backend_that_is_away(local: bool) -> None:
+    options = Options(members=3, agents=1, epochs=4, train_s=0.1, rows=frozenset({"away"}))
+    options = replace(options, local=local, chaos_events=300, weights={"away": 1.0})
+    for seed in range(12):
+        sim = Sim(seed, options)
+        run(sim)
+        assert sim.violation is None
+
+
 def saves_of(sim: Sim) -> list[Save]:
     return [save for rank in sim.ranks.values() for save in rank.saves.values()]
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from groupio.controller import messages as cm
 from groupio.errors import InvalidInput
+from groupio.model import NodeReport
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.wireform import WireForm
@@ -81,6 +82,10 @@ class Lines:
             owner = self.clients.get(client, line.node)
             if owner != line.node:
                 raise InvalidInput(f"it sent {kind} in the name of a client of node {owner}")
+        for held in message.held if isinstance(message, ev.NodeJoined) else ():
+            if foreign := _ranks_claimed(held) - {opened.rank for opened in held.opened}:
+                shown = ", ".join(map(str, sorted(foreign)))
+                raise InvalidInput(f"it holds epoch {held.key.epoch} of rank(s) {shown} of others")
         if isinstance(message, ev.ClientArrived):
             self.clients[message.client] = line.node
 
@@ -97,6 +102,8 @@ def _nodes_named(message: Any) -> Iterator[str]:
     if isinstance(message, ev.NodeJoined):
         for opened in _opened_in(message):
             yield opened.node
+        for held in message.held:
+            yield from (report.node for report in _reports(held))
 
 
 def _clients_named(message: Any) -> Iterator[str]:
@@ -112,6 +119,15 @@ def _opened_in(joined: ev.NodeJoined) -> Iterator[ev.MemberOpened]:
     yield from joined.opens
     for held in joined.held:
         yield from held.opened
+
+
+def _reports(held: ev.HeldGroup) -> list[NodeReport]:
+    return [report for report in (held.hashed, held.stored) if report is not None]
+
+
+def _ranks_claimed(held: ev.HeldGroup) -> set[int]:
+    """The members whose bytes a node says that it has."""
+    return {*held.copied, *(m.rank for report in _reports(held) for m in report.members)}
 
 
 def _as_ages(effect: fx.TellReached) -> fx.TellReached:

@@ -293,7 +293,8 @@ class AgentMachine(HeldGroups):
         ]
         if event.wave == len(lease.waves) - 1:
             lease.stopped = True
-            effects += self._say(group, ev.MemberCopied(group.number, lease.seat.rank))
+            copied = ev.MemberCopied(group.number, lease.seat.rank, self.node)
+            effects += self._say(group, copied)
         if all(x.copied == len(x.waves) - 1 for x in group.leases.values()):
             effects.append(fx.FinishJob(number))
         return effects

@@ -147,9 +147,7 @@ class Controller(AgentsOfJob):
             return self.open_store(create=True)
         if reasons.is_away(error):
             # Saves wait until their deadlines; what is sealed is not given up for time alone.
-            lost = [g for g in stuck if g.ready and g.storing is None]
-            late = self._look_later() if self.waiting or self.resume.held or stuck != lost else []
-            return late + self._give_up(lost, lambda _: error)
+            return self._look_later() if self.waiting or self.resume.held or stuck else []
         self.missed.refused(self.waiting.opens, error)
         # Of held groups nobody is told anything before the store is open, whatever its error.
         effects = self._look_later() if self.resume.held else []

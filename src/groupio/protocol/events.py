@@ -79,10 +79,11 @@ class MemberOpened(_Event, frozen=True):
 
 
 class MemberCopied(_Event, frozen=True):
-    """All bytes of the member are in its agent's memory (or already stored, with waves)."""
+    """All bytes of the member are in the memory of ``node`` (or already stored, with waves)."""
 
     group: int
     rank: int
+    node: str
 
 
 class MemberFailed(_Event, frozen=True):

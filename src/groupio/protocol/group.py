@@ -74,7 +74,7 @@ class Group(PlannedGroup):
             self.storing = self._new_storing()
         effects += self.admission.begin(self._order(node) for node in self._wanted())
         self._busy = set(self.admission.asked)
-        return effects
+        return effects + self._unreachable()
 
     # -- events ---------------------------------------------------------
 
@@ -91,8 +91,8 @@ class Group(PlannedGroup):
                 return self.fail(error) if self.phase is Phase.ADMITTING else []
             case ev.NodeFailed(node=node, error=error):
                 return self._on_node_failed(node, error)
-            case ev.MemberCopied(rank=rank):
-                return self._on_copied(rank)
+            case ev.MemberCopied(rank=rank, node=node):
+                return self._on_copied(rank, node)
             case ev.NodeStored():
                 return self._on_stored(event)
             case ev.NodeHashed() | ev.NodeReplicated() | ev.NodeShort() | ev.Planned():
@@ -146,11 +146,14 @@ class Group(PlannedGroup):
         if self.storing is not None:
             self.storing.shares = dict(self.admission.shares)
             self.storing.cramped = tuple(sorted(self.admission.cramped))
-        return [fx.StartCopy(node, self.number) for node in self.admission.orders]
+        started = [fx.StartCopy(node, self.number) for node in self.admission.orders]
+        return [*started, *self._unreachable()]
 
-    def _on_copied(self, rank: int) -> list[fx.Effect]:
+    def _on_copied(self, rank: int, node: str) -> list[fx.Effect]:
         if self.phase is not Phase.COPYING:
             return []
+        if foreign := self._foreign(node, (rank,)):
+            return self.fail(reasons.not_its_ranks(self.epoch, node, foreign))
         self.seats[rank].copied = True
         if self.missing:
             return []
@@ -228,7 +231,7 @@ class Group(PlannedGroup):
         if self.phase is not Phase.PREPARING or self._retrying:
             return []
         if event.error is not None:
-            if self.storing is not None and reasons.is_away(event.error):
+            if reasons.is_away(event.error):
                 return self._wait_for_store(event.error)
             # A record that did not fit is not there; after any other error it may be.
             self._maybe_prepared &= not isinstance(event.error, StorageFull)
@@ -290,7 +293,7 @@ class Group(PlannedGroup):
         if self.phase is not Phase.DECIDING or self._retrying:
             return []
         if event.error is not None:
-            if self.storing is not None and reasons.is_away(event.error):
+            if reasons.is_away(event.error):
                 return self._wait_for_store(event.error)
             return self._unknown(event.error)
         if event.committed and (event.ours or self.resumed):

@@ -88,6 +88,8 @@ class PlannedGroup(GroupState):
     def _on_stored(self, event: ev.NodeStored) -> list[fx.Effect]:
         if self.phase not in (Phase.COPYING, Phase.STORING):
             return []
+        if foreign := self._foreign(event.node, (m.rank for m in event.report.members)):
+            return self.fail(reasons.not_its_ranks(self.epoch, event.node, foreign))
         if self.storing is None:
             self._reports[event.node] = event.report
             return []
@@ -104,6 +106,8 @@ class PlannedGroup(GroupState):
             return []
         match event:
             case ev.NodeHashed(node=node, report=report):
+                if foreign := self._foreign(node, (m.rank for m in report.members)):
+                    return self.fail(reasons.not_its_ranks(self.epoch, node, foreign))
                 if node in storing.members and node not in storing.hashed:
                     storing.hashed[node] = report
                 return self._maybe_plan()
@@ -174,10 +178,20 @@ class PlannedGroup(GroupState):
     def _on_node_failed(self, node: str, error: GroupIOError) -> list[fx.Effect]:
         if self.storing is not None and node not in self.storing.holders:
             return []  # it was lost, and is only back to be told the end
-        if self.phase is Phase.STORING and self.storing is not None and reasons.is_away(error):
+        if self._may_repeat(node) and reasons.is_away(error):
             self._failed_nodes.add(node)
             return self._wait_for_store(error)
         return self.fail(error)
+
+    def _may_repeat(self, node: str) -> bool:
+        """What failed on the node was an order, which can be given again.
+
+        Before its chunks are named there is none: a state that goes through in waves is written
+        meanwhile, and what was written is in memory no more.
+        """
+        if self.phase is not Phase.STORING or self.storing is None:
+            return False
+        return node not in self.storing.members or node in self.storing.hashed
 
     def _wait_for_store(self, error: GroupIOError) -> list[fx.Effect]:
         """The store of a sealed group is away: nothing is lost by trying again later."""

@@ -36,6 +36,10 @@ REPLICAS_MAX = 16
 _AWAY = frozenset(
     (
         errno.ENOTCONN,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ESHUTDOWN,
         errno.ETIMEDOUT,
         errno.EHOSTDOWN,
         errno.EHOSTUNREACH,
@@ -46,6 +50,9 @@ _AWAY = frozenset(
     )
 )
 """Errors of a store that cannot be reached now, as of a file server that is being restarted.
+
+The ECONN ones are of FUSE mounts whose process or whose server is gone, ESHUTDOWN is of Lustre and
+Ceph. EIO is not one of them: a broken disk says the same, and must not be waited for.
 
 EREMCHG: its path leads to something else, as when it is not mounted any more."""
 
@@ -238,6 +245,16 @@ def node_lost(epoch: int, node: str, lost: tuple[int, ...], why: str) -> GroupAb
         f"Node {node} of rank(s) {ranks(lost)} is lost ({why}), so epoch {epoch} is not saved, "
         "earlier epochs are intact. Replace the node, restart its ranks and save again.",
         members=lost,
+        epoch=epoch,
+    )
+
+
+def not_its_ranks(epoch: int, node: str, foreign: tuple[int, ...]) -> GroupAborted:
+    """A node spoke for members that are not on it."""
+    return GroupAborted(
+        f"Node {node} sent a report of rank(s) {ranks(foreign)}, which are not on it, so epoch "
+        f"{epoch} is not saved, earlier epochs are intact. Restart the agent of node {node} and "
+        "save again.",
         epoch=epoch,
     )
 

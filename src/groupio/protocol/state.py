@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -203,6 +203,11 @@ class GroupState(ABC):
 
     def _node(self, rank: int) -> str:
         return self.seats[rank].opened.node
+
+    def _foreign(self, node: str, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of ``ranks`` that are no members on this node."""
+        own = {rank for rank, seat in self.seats.items() if seat.opened.node == node}
+        return tuple(sorted(set(ranks) - own))
 
     def _in_order(self, nodes: Collection[str]) -> list[str]:
         return [node for node in self.admission.orders if node in nodes]

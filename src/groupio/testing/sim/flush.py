@@ -97,6 +97,8 @@ class FlushJob:
         if self.cancelled:
             self._idle()
         elif error is not None:
+            if not (self.planned and self.hashed):
+                self.node.sim.oracle.unwritten.add(self.key)
             self.ended = not self.planned
             self.orders.clear()
             self._drop_file()

@@ -42,6 +42,8 @@ class Oracle:
         self.known: set[DecisionKey] = set()
         self.newest: dict[int, int] = {}
         self.refused: list[tuple[DecisionKey, str]] = []
+        self.unwritten: set[DecisionKey] = set()
+        """Attempts whose chunks could not be written at once, while their members copied."""
         self.stale = False
         """Someone was shown an old listing: order cannot be asked for any more."""
         self.levels = 0
@@ -265,9 +267,8 @@ class Oracle:
 
     def failed(self, rank: Rank, save: Save, error: GroupIOError) -> None:
         """A rank was told that its save failed."""
-        options = self.sim.options
-        planned = options.agents > 1
-        if options.rows == AWAY and planned and Level.STAGED in save.levels:
+        late = Level.STAGED in save.levels and save.key not in self.unwritten
+        if self.sim.options.rows == AWAY and late:
             raise Violated(13, f"{rank.name}: time alone failed staged {save.key}: {error!r}")
         key = save.key
         if key is None or error.outcome is not Outcome.NOT_COMMITTED:
