@@ -141,7 +141,7 @@ def test_a_failed_look_at_the_store_record_does_not_end_the_comparison(
     for _ in range(2):
         with pytest.raises(StorageError) as caught:
             store.check_identity()
-        assert caught.value.errno == errno.ESTALE
+        assert caught.value.errno == errno.EREMCHG
 
 
 def test_an_arena_that_is_closed_while_it_is_filled_fills_nothing_else(
