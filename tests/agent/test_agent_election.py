@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from groupio.agent.election import Election, is_elsewhere
 from groupio.controller.discover import Kind, Where
-from groupio.errors import ControllerLost
+from groupio.errors import ControllerLost, InvalidInput
 from groupio.testing.memory_coordinator import MemoryCoordinator, MemoryRules
 
 STORE = Where(Kind.STORE, "", "the settings")
@@ -69,3 +70,16 @@ def test_the_node_that_a_launcher_named_has_time_to_begin(
     with MemoryCoordinator(rules) as named:
         rule = election(named, STORE, "b" * 32).campaign("tcp://h:2", 0)
         assert mine.current() == rule
+
+
+def test_a_controller_that_wants_a_token_is_replaced_only_when_it_is_gone(
+    coordinator: MemoryCoordinator,
+) -> None:
+    mine = election(coordinator, STORE)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = f"tcp://127.0.0.1:{there.getsockname()[1]}"
+        with pytest.raises(InvalidInput, match="same GROUPIO_TOKEN"):
+            mine.campaign("tcp://h:1", 0, locked=address)
+        assert mine.current() is None
+    assert mine.campaign("tcp://h:1", 0, locked=address).term == 1
+    assert mine.campaign("tcp://h:1", 1, locked="nowhere").term == 2

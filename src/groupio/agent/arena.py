@@ -147,6 +147,8 @@ class MemberArena:
         for (start, size), mapped in self._maps.items():
             if start <= offset and offset + length <= start + size:
                 return memoryview(mapped)[offset - start : offset - start + length]
+        if self._fd < 0:
+            raise ValueError("the arena was closed")  # a map of -1 would be of no file: zeros
         if offset + length > self._size:
             # Touching a page beyond the end would kill the process.
             os.ftruncate(self._fd, offset + length)

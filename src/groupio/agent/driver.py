@@ -109,6 +109,7 @@ class Driver:
         for peer in list(self.peers.values()):
             self._drop(peer)
         for job in self.jobs.values():
+            job.leave()
             job.end()
         if self.network is not None:
             self.network.close()
@@ -152,8 +153,7 @@ class Driver:
             if job.idle and not any(p.job is job and p.connected for p in self.peers.values()):
                 if self.network is not None and self.network.reads.leave(job):
                     continue  # other nodes get chunks from here
-                del self.jobs[path]
-                self._closing.submit(job.end)
+                self._let_go(path)
         served = any(peer.connected for peer in self.clients.values())
         if not self.idle or (served and not self.draining):
             self._idle_since = None
@@ -162,6 +162,11 @@ class Driver:
         self._idle_since = self._idle_since or now
         if self.draining or now - self._idle_since >= self.settings.idle_s:
             self._retire()
+
+    def _let_go(self, path: str) -> None:
+        job = self.jobs.pop(path)
+        job.leave()
+        self._closing.submit(job.end)
 
     def _retire(self) -> None:
         """Take the socket away; a client that was just connecting starts another agent."""
@@ -335,13 +340,12 @@ class Driver:
                     f"the store {path} is in use by a job of this node alone; end that job first, "
                     "or start this one with GROUPIO_CONTROLLER=local"
                 )
-            del self.jobs[path]
-            self._closing.submit(job.end)
+            self._let_go(path)
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
             store = JobStore(path, name, self.node, self.writer, hello.file_mode)
-            job = self.jobs[path] = Job(path, store)
+            job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
                 job.host.controller.draining = self.draining
@@ -350,6 +354,7 @@ class Driver:
 
                 job.joining = Joining(self, job, where)
                 self.machine.keeps_content = True
+            self.jobs[path] = job
         return job
 
     def join_network(self) -> Network:

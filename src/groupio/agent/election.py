@@ -5,11 +5,13 @@ Blocking calls, for the job's own thread.
 
 from __future__ import annotations
 
+import socket
 import time
 
 from groupio.controller.coordinator import Coordinator, Rule
 from groupio.controller.discover import Kind, Where
-from groupio.errors import ControllerLost
+from groupio.controller.sockets import split_address
+from groupio.errors import ControllerLost, GroupIOError, InvalidInput
 
 ASK_S = 10.0
 """How long the coordinator may take for one question."""
@@ -18,9 +20,26 @@ FIRST_S = 5.0
 """How long the node that a launcher named to have the controller may take to say so."""
 
 
+LISTENS_S = 2.0
+"""How long a machine may take to answer whether somebody listens there."""
+
+
 def is_elsewhere(where: Where) -> bool:
     """Somebody starts the controller by hand, at an address that was given."""
     return where.kind is Kind.TCP and where.is_here is None
+
+
+def other_token(path: str, node: str) -> InvalidInput:
+    """The error of a node that does not have the token of its job's controller."""
+    return InvalidInput(
+        f"the controller of {path} has another token than node {node}; give all nodes of the job "
+        "the same GROUPIO_TOKEN or GROUPIO_TOKEN_FILE"
+    )
+
+
+def is_of_tokens(error: GroupIOError) -> bool:
+    """It is one of :func:`other_token`."""
+    return isinstance(error, InvalidInput) and "GROUPIO_TOKEN" in error.message
 
 
 class Election:
@@ -50,8 +69,14 @@ class Election:
             return Rule(rule.term, self._where.address, rule.node, rule.life)
         return rule
 
-    def campaign(self, address: str, over: int) -> Rule:
-        """Rule from ``address`` with a term above ``over``, or learn who does."""
+    def campaign(self, address: str, over: int, *, locked: str = "") -> Rule:
+        """Rule from ``address`` with a term above ``over``, or learn who does.
+
+        ``locked`` is the address of a controller to which this node may not connect without a
+        token. InvalidInput as long as somebody is there: it is not replaced for that.
+        """
+        if locked and _listens(locked):
+            raise other_token(self._path, self._node)
         if is_elsewhere(self._where):
             rule = self.current()
             if rule is None or rule.term <= over:
@@ -66,12 +91,23 @@ class Election:
 
     def leave(self, *, ruling: bool) -> None:
         """Ask no more; a rule of this agent is free for another one."""
-        if ruling:
-            self._coordinator.resign()
-        self._coordinator.close()
+        try:
+            if ruling:
+                self._coordinator.resign()
+        finally:
+            self._coordinator.close()
 
     def _absent(self) -> ControllerLost:
         return ControllerLost(
             f"no controller of {self._path} answers at {self._where.address}, where "
             f"{self._where.why} says it is; start one there: groupio controller run"
         )
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody takes connections at ``tcp://host:port``; nothing is said there."""
+    try:
+        socket.create_connection(split_address(address), LISTENS_S).close()
+    except (OSError, InvalidInput):
+        return False
+    return True

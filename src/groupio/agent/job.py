@@ -89,8 +89,15 @@ class Job:
         """Run ``task`` in the job's thread, after what is there; its errors are logged."""
         (self.joining or self.host).run(task)  # type: ignore[union-attr]
 
+    def leave(self) -> None:
+        """Take part no more; in the event loop, ahead of :meth:`end`."""
+        if self.joining is not None:
+            self.joining.leave()
+        if self.host is not None:
+            self.host.hang_up("its agent leaves the job")
+
     def end(self) -> None:
-        """Close the store and end the threads."""
+        """Close the store and end the threads; takes as long as what they are at. Any thread."""
         if self.joining is not None:
             self.joining.end()
         if self.host is not None:

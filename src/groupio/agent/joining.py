@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 import groupio
-from groupio.agent.election import Election, is_elsewhere
+from groupio.agent.election import Election, is_elsewhere, is_of_tokens, other_token
+from groupio.agent.errands import Errands
 from groupio.agent.unjoined import LOOK_S, Unjoined
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
@@ -32,7 +32,6 @@ from groupio.errors import (
     ControllerLost,
     FormatError,
     GroupIOError,
-    InvalidInput,
     NotFound,
     from_wire,
 )
@@ -63,8 +62,9 @@ class Joining:
         self._job = job
         self.where = where
         self._network = driver.join_network()
-        self._thread = ThreadPoolExecutor(1, "join")
+        self._errands = Errands(driver, job.path)
         self._machine = fo.Following(driver.node, self._network.life)
+        self._made: Election | None = None  # by the thread, which ends it
         self._election: Election | None = None
         self._client: ControlClient | None = None
         self._out = WireForm(cm.FROM_NODE)
@@ -74,8 +74,8 @@ class Joining:
         self._unheard: list[ev.MemberGone | ev.MemberFailed] = []
         """What happened to clients while there was no controller to tell."""
         self._unjoined = Unjoined(driver, job)
-        self._locked_out = False
-        """The last controller that was tried has another token."""
+        self._locked_out = False  # the last controller that was tried has another token
+        self._locked = ""  # its address, where this node has none
         self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
         self._ended = False
 
@@ -98,9 +98,11 @@ class Joining:
 
     def begin(self, *, create: bool) -> None:
         """Look for the controller, once there is a store; with ``create`` make the store."""
-        if self._election is None and not self._preparing:
+        if self._election is None and not self._preparing and not self._ended:
             self._preparing = True
-            self._ask(partial(self._prepare, create), self._prepared)
+            if "look" not in self._timers:
+                self._look()
+            self._errands.ask(partial(self._prepare, create), self._prepared)
 
     def _prepare(self, create: bool) -> Election | None:
         store = self._job.store
@@ -109,20 +111,22 @@ class Joining:
         except NotFound:
             return None
         made = open_coordinator(self.where, store.backend, store_id, on_lost=self._deposed)
-        return Election(
+        self._made = Election(
             made,
             self.where,
             path=self._job.path,
             node=self._driver.node,
             life=self._network.life,
         )
+        return self._made
 
     def _prepared(self, made: Election | None, error: GroupIOError | None) -> None:
         self._preparing = False
         if error is not None:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
+            self._unjoined.note(error.message)
             if self._job.opens:
-                self._later("prepare", RETRY_S, lambda: self.begin(create=True))
+                self._later("prepare", RETRY_S, self._prepare_again)
             self._driver.desk.settle_without(self._job, error)
             return
         if made is None:
@@ -133,10 +137,12 @@ class Joining:
             return
         self._election = made
         self._perform(self._machine.start())
-        self._look()
+
+    def _prepare_again(self) -> None:
+        self.begin(create=bool(self._job.opens))
 
     def _look(self) -> None:
-        """From now on, members of saves that no controller takes hear of it in time."""
+        """Members of saves that no controller takes hear of it in time, from the first one on."""
         if self._machine.joined:
             self._unjoined.over()
         else:
@@ -159,7 +165,7 @@ class Joining:
             self._unheard.append(event)
 
     def tell_swarm(self, message: Any) -> None:
-        """Tell the controller what concerns a grouped read, if there is one now."""
+        """Tell the controller, if there is one now, what concerns a grouped read."""
         if self._ended or not self._machine.joined:
             return
         if self._job.host is not None:
@@ -212,10 +218,10 @@ class Joining:
         match effect:
             case fo.FindController():
                 assert self._election is not None
-                self._ask(self._election.current, self._found)
+                self._errands.ask(self._election.current, self._found)
             case fo.Campaign() if self._locked_out or (self._client and self._client.locked_out):
                 # It rules and lives; to replace it would only cut others off.
-                self._found(None, self._no_key())
+                self._found(None, other_token(self._job.path, self._driver.node))
             case fo.Campaign(over=over):
                 self._run_for(over)
             case fo.ConnectTo(term=term, address=address):
@@ -229,6 +235,8 @@ class Joining:
             case fo.LeaveTerm():
                 self._hang_up()
                 self._driver.reads.left(self._job)
+                # What the earlier controller had against this agent is its own affair.
+                self._unjoined.over()
                 groups = self._driver.groups_of(self._job)
                 if groups:
                     self._driver.tell_machine(ev.ControllerLeft(groups))
@@ -253,41 +261,28 @@ class Joining:
 
     # -- the coordinator --------------------------------------------------------------------------
 
-    def _ask(
-        self, question: Callable[[], Any], answer: Callable[[Any, GroupIOError | None], None]
-    ) -> None:
-        def run() -> None:
-            result, failed = None, None
-            try:
-                result = question()
-            except GroupIOError as error:
-                failed = error
-            except Exception as error:
-                log.exception("asking for the controller of %s failed", self._job.path)
-                failed = GroupIOError(f"looking for the controller failed: {error!r}")
-            self._driver.post(lambda: answer(result, failed))
-
-        self._thread.submit(run)
-
     def _run_for(self, over: int) -> None:
         """Campaign; the address is where others would reach a controller of this agent."""
         assert self._election is not None
-        address = "" if is_elsewhere(self.where) else self._network.gate_address()
-        self._ask(partial(self._election.campaign, address, over), self._found)
-
-    def _no_key(self) -> InvalidInput:
-        error = InvalidInput(
-            f"the controller of {self._job.path} has another token than node {self._driver.node}; "
-            "give all nodes of the job the same GROUPIO_TOKEN or GROUPIO_TOKEN_FILE"
-        )
-        self._unjoined.refused(error)
-        return error
+        try:
+            address = "" if is_elsewhere(self.where) else self._network.gate_address()
+        except GroupIOError as error:
+            # Its port is another process's: an older agent that ends may have it still.
+            self._found(None, error)
+            return
+        campaign = partial(self._election.campaign, address, over, locked=self._locked)
+        self._errands.ask(campaign, self._found)
 
     def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
         if error is not None:
             log.warning("the controller of %s is not known: %s", self._job.path, error.message)
             self._unjoined.note(error.message)
+            if is_of_tokens(error):
+                self._unjoined.refused(error)
             self._feed(fo.CoordinatorFailed(error))
+            if self._job.host is not None:
+                # It was deposed, and who rules is not known: see again whether anybody does.
+                self._later("keep", KEEP_S, self._keep)
         elif rule is None:
             self._feed(fo.NoRule())
         else:
@@ -296,10 +291,11 @@ class Joining:
     def _deposed(self, why: str) -> None:
         """This agent rules no more; who does, or campaign again. From any thread."""
         log.warning("the rule over %s ended: %s", self._job.path, why)
+        term = self._machine.term
 
         def again() -> None:
             if not self._ended and self._job.host is not None:
-                self._run_for(self._machine.term)
+                self._run_for(term)  # which another word of the same end may have done already
 
         self._driver.post(again)
 
@@ -314,12 +310,13 @@ class Joining:
                 self._later("keep", KEEP_S, self._keep)
 
         assert self._election is not None
-        self._ask(self._election.keep, answer)
+        self._errands.ask(self._election.keep, answer)
 
     # -- the link ---------------------------------------------------------------------------------
 
     def _connect(self, term: int, address: str) -> None:
         self._hang_up()
+        self._locked = ""
         log.info("job %s: controller at %s, term %d", self._job.store.job, address, term)
         client: ControlClient
 
@@ -342,6 +339,7 @@ class Joining:
             )
         except GroupIOError as error:
             log.warning("%s", error.message)
+            self._locked = address if self._network.keys is None else ""
             down = fo.LinkDown(term, error.message)
             self._driver.do(lambda: self._feed(down))
             return
@@ -359,11 +357,13 @@ class Joining:
         )
         client.send(self._out.encode(hello))
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, why: str = "it follows another controller") -> None:
         client, self._client = self._client, None
         self._questions.clear()
         if client is not None:
-            client.close("it follows another controller")
+            client.close(why)
+            if not self._ended:
+                self._driver.reads.left(self._job)
 
     def _take(self, client: ControlClient, payload: bytes) -> None:
         if client is not self._client:
@@ -403,7 +403,7 @@ class Joining:
         # Somebody is there, but not the controller: ask again who that is.
         self._feed(fo.LinkDown(term, error.message))
         if self._election is not None:
-            self._ask(self._election.current, self._found_again)
+            self._errands.ask(self._election.current, self._found_again)
 
     def _found_again(self, rule: Rule | None, error: GroupIOError | None) -> None:
         """Follow a newer rule at once; without one, time tells."""
@@ -470,29 +470,30 @@ class Joining:
             self._network.hosts.pop(self._job.store.store_id, None)
             self._stop("keep")
             host.hang_up("it was deposed")
-            self._thread.submit(host.end)
+            self._errands.run(host.end)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def run(self, task: Callable[[], None]) -> None:
         """Run ``task`` in this job's thread; its errors are logged. From any thread."""
+        self._errands.run(task)
 
-        def guarded() -> None:
-            try:
-                task()
-            except Exception:
-                log.exception("a task of %s failed", self._job.path)
-
-        self._thread.submit(guarded)
-
-    def end(self) -> None:
-        """Leave the job; a controller that was here is free for another agent."""
+    def leave(self) -> None:
+        """Take part no more, in the event loop: what is still under way is for nobody."""
         self._ended = True
+        self._errands.leave()
         for name in list(self._timers):
             self._stop(name)
-        self._hang_up()
-        election, self._election = self._election, None
-        if election is not None:
-            self._thread.submit(election.leave, ruling=self._job.host is not None)
-        self._thread.submit(self._job.store.close)
-        self._thread.shutdown(wait=True)
+        self._hang_up("its agent leaves the job")
+        if self._job.host is not None:
+            self._network.hosts.pop(self._job.store.store_id, None)
+
+    def end(self) -> None:
+        """After :meth:`leave`, in any thread: a controller that was here is free for another."""
+        self._errands.run(self._resign)
+        self._errands.run(self._job.store.close)
+        self._errands.end()
+
+    def _resign(self) -> None:
+        if self._made is not None:
+            self._made.leave(ruling=self._job.host is not None)

@@ -33,7 +33,9 @@ class Memory:
         """Extents that are being filled, each with the sign that it is not wanted any more."""
 
     def shut(self) -> None:
-        """Fill no further memory."""
+        """Fill no further memory; what is being filled stops soon."""
+        for unwanted in self._populates.values():
+            unwanted.set()
         self._populating.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
@@ -99,15 +101,17 @@ class Memory:
 
         def populate() -> None:
             try:
-                if unwanted.is_set():
-                    return
-                arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
-                if unwanted.is_set():
-                    # It was given back meanwhile: what came after that must go, too.
-                    arena.punch(effect.offset, effect.length)
+                if not unwanted.is_set():
+                    arena.populate(effect.offset, effect.length, should_stop=unwanted.is_set)
+                    if unwanted.is_set():
+                        # It was given back meanwhile: what came after that must go, too.
+                        arena.punch(effect.offset, effect.length)
             except (GroupIOError, OSError, ValueError) as error:
                 if not unwanted.is_set():
                     log.warning("memory was not prepared ahead of its use: %s", error)
+                unwanted.set()
+            except Exception:
+                log.exception("memory was not prepared ahead of its use")
                 unwanted.set()
             self._driver.post(announce)
 

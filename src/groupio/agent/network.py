@@ -17,7 +17,7 @@ from groupio.controller import messages as cm
 from groupio.controller.gate import Gate, no_such_job
 from groupio.controller.host import Host
 from groupio.controller.keys import Keys
-from groupio.errors import InvalidInput
+from groupio.errors import GroupIOError, InvalidInput
 from groupio.fabric.open import open_fabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
@@ -38,18 +38,21 @@ class Network:
     """One per agent, made when the first job of several nodes comes. Runs in the event loop."""
 
     def __init__(self, driver: Driver) -> None:
-        """InvalidInput when the settings ask to listen where a token is needed."""
+        """InvalidInput when this node cannot be reached as the settings ask, or not without token.
+
+        Nothing is left open then.
+        """
         self._driver = driver
         settings = driver.settings
         self.life = uuid.uuid4().hex
         self.keys = Keys.from_env(os.environ)
         self.listens_at, port = _listen(settings.listen, self.keys is not None)
-        self.announced = reachable(self.listens_at)
+        self.announced = _announced(self.listens_at)
         self.holdings = Holdings(driver.memory.view)
         token = None if self.keys is None else self.keys.fabric_key
         self.fabric = open_fabric(settings, self.listens_at, self.announced, token)
         self.reads = Reads(driver, self.holdings, self.fabric)
-        self.fabric_address = self.fabric.serve(self.reads)
+        self.fabric_address = self._serve()
         self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self.orders = ThreadPoolExecutor(ORDER_THREADS, "order", initializer=yield_to_others)
         self.hosts: dict[str, Host] = {}
@@ -64,6 +67,19 @@ class Network:
             pool=self.fetching,
             changed=lambda link: driver.post(lambda: self._tell_links(link)),
         )
+
+    def _serve(self) -> str:
+        try:
+            return self.fabric.serve(self.reads)
+        except (GroupIOError, OSError) as error:
+            self.reads.close()
+            self.fabric.close()
+            if isinstance(error, GroupIOError):
+                raise
+            raise InvalidInput(
+                f"cannot listen on {self.listens_at}: {error.strerror or error}; set "
+                "GROUPIO_LISTEN to an address of this node that other nodes reach"
+            ) from error
 
     def _tell_links(self, link: NodeLink) -> None:
         for job in self._driver.jobs.values():
@@ -113,3 +129,14 @@ def _listen(configured: str | None, has_token: bool) -> tuple[str, int]:
     if not host or not port.isdecimal():
         return configured, 0
     return host, int(port)
+
+
+def _announced(host: str) -> str:
+    """What other nodes are told; InvalidInput when this node cannot tell its own address."""
+    try:
+        return reachable(host)
+    except OSError as error:
+        raise InvalidInput(
+            f"this node listens on {host} and does not know which address of it others reach "
+            f"({error.strerror or error}); set GROUPIO_LISTEN to that address"
+        ) from error

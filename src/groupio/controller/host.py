@@ -74,6 +74,8 @@ class Host:
     controller: Controller = field(init=False)
     away: Away = field(default_factory=Away)
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    _over: bool = False
+    """It acts no more: orders of a rule that has ended are nobody's."""
     _shared: bool = False
     """Agents of other nodes reach the store too."""
     _settling: list[tuple[Line, cm.ClientSettles]] = field(default_factory=list)
@@ -108,6 +110,8 @@ class Host:
             self.around.do(lambda: self.around.store_opened(self))
 
     def _handle(self, event: ev.ControllerEvent) -> None:
+        if self._over:
+            return
         if self._swarms is not None:
             self.lines.note(event)
             self._swarms.note(event)
@@ -126,6 +130,9 @@ class Host:
         self.around.do(lambda: self._join(line, event))
 
     def _join(self, line: Line, event: ev.NodeJoined) -> None:
+        if self._over:
+            line.peer.close("the controller has ended")
+            return
         # In one step with the event: no order goes to a node before the machine knows it anew.
         older = self.lines.by_node.get(event.node)
         self.lines.by_life[event.life] = line
@@ -176,6 +183,8 @@ class Host:
             self.around.do(partial(self._execute, effect))
 
     def _execute(self, effect: fx.Effect) -> None:
+        if self._over:
+            return
         match effect:
             case fx.StartTimer() | fx.StopTimer():
                 self._timer(effect)
@@ -343,10 +352,18 @@ class Host:
         return describe(self)
 
     def hang_up(self, why: str) -> None:
-        """End the lines to all agents."""
-        for line in list(self.lines.by_node.values()):
+        """Act no more, and end the lines to all agents; in the event loop, ahead of :meth:`end`.
+
+        What the store's thread is at comes to its end, and its answer to nobody.
+        """
+        self._over = True
+        for handle in self.timers.values():
+            handle.cancel()
+        self.timers.clear()
+        for line in {*self.lines.by_node.values(), *self.lines.by_life.values()}:
             line.peer.close(why)
         self.lines.by_node.clear()
+        self.lines.by_life.clear()
 
     def close(self) -> None:
         """Close the store once its thread has done what it has."""

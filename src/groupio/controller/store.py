@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 import uuid
@@ -16,15 +17,18 @@ from groupio.backend.posix import PosixBackend
 from groupio.controller.differing import See, check_replicas
 from groupio.controller.recovery import listed, recover
 from groupio.errors import (
+    FormatError,
     GroupIOError,
     IntegrityError,
     NotFound,
+    StorageError,
 )
 from groupio.format.manifest import ManifestReader, PackedTables, encode_manifest
 from groupio.format.records import (
     AbortRecord,
     InflightRecord,
     RecordKind,
+    decode_inflight,
     decode_record_kind,
     encode_abort,
     encode_inflight,
@@ -86,6 +90,8 @@ class JobStore:
     _backend: PosixBackend | None = None
     _complete: bool = False
     """The backend was opened to write: all its folders are there."""
+    _unheard: dict[DecisionKey, str] = field(default_factory=dict)
+    """The write ids of attempts that may be visible although the store did not say so."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
     _packed_tables: PackedTables = field(default_factory=dict)
 
@@ -219,14 +225,18 @@ class JobStore:
         return made
 
     def publish(self, effect: fx.PublishInflight) -> None:
-        """Make the attempt visible; StorageError when one of this number is there already."""
+        """Make the attempt visible; StorageError when one of this number is there already.
+
+        The own record is none: the answer to an earlier try was lost on the way.
+        """
         self.renew()
         self.check_identity()
+        tried = self._unheard.pop(effect.key, None)
         record = InflightRecord(
             key=effect.key,
             incarnation=effect.incarnation,
             world_size=effect.world_size,
-            write_id=uuid.uuid4().hex,
+            write_id=tried or uuid.uuid4().hex,
             at=time.time(),
             boot_id=self.writer.boot_id,
             pid=self.writer.pid,
@@ -235,7 +245,23 @@ class JobStore:
             segments=(),
             nodes=effect.nodes,
         )
-        self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
+        try:
+            self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
+        except GroupIOError as error:
+            taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
+            if taken and self._is_there(record):
+                return
+            self._unheard[effect.key] = record.write_id
+            raise
+
+    def _is_there(self, record: InflightRecord) -> bool:
+        name = str(record.key)
+        try:
+            data = self.backend.read("inflight", name)
+            found = decode_inflight(data, f"{self.path}/inflight/{name}")
+        except (NotFound, IntegrityError, FormatError):
+            return False
+        return replace(found, at=record.at) == record
 
     def prepare(self, effect: fx.PrepareEpoch, see: See) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return.
@@ -330,6 +356,7 @@ class JobStore:
 
     def forget(self, key: DecisionKey) -> None:
         """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
+        self._unheard.pop(key, None)
         try:
             self.backend.delete("inflight", str(key))
         except GroupIOError as error:

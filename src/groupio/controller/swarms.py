@@ -50,20 +50,28 @@ class Swarms:
         self._reads: dict[str, _Read] = {}
         self._links: dict[str, NodeLink] = {}
         self._addresses: dict[str, str] = {}
+        self._lives: dict[str, str] = {}
+        """Which life of its agent each node takes part with."""
         self._told: dict[str, dict[str, str]] = {}
         """The addresses that each node was told."""
 
     def note(self, event: Any) -> None:
-        """Learn which nodes there are from what the controller hears."""
+        """Learn which nodes there are from what the controller hears.
+
+        As the controller does, this keeps to the life that a node takes part with until it is
+        lost: another one, of a second machine of that name or too early, is refused.
+        """
         match event:
-            case ev.NodeJoined(node=node, link=link, address=address):
-                self._addresses[node] = address
+            case ev.NodeJoined(node=node, life=life) if self._lives.get(node, life) != life:
+                log.debug("another life of node %s takes no part in reads", node)
+            case ev.NodeJoined(node=node, life=life, link=link, address=address):
+                self._lives[node], self._addresses[node] = life, address
                 self._told.pop(node, None)
                 self._know(link)
             case ev.LinkMeasured(link=link) if link.node in self._links:
                 self._know(link)
-            case ev.NodeLost(node=node) if node in self._links:
-                del self._links[node], self._addresses[node]
+            case ev.NodeLost(node=node, life=life) if self._lives.get(node) == life:
+                del self._links[node], self._addresses[node], self._lives[node]
                 for key, read in list(self._reads.items()):
                     self._run(read, rm.NodeGone(key, node))
                     self._leave(key, read, node)
