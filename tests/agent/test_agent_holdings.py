@@ -166,3 +166,31 @@ def test_a_chunk_is_copied_to_memory_of_its_size_only() -> None:
     assert into == memory.bytes
     assert not holdings.read_into(SCOPE, memory.names[0], memoryview(bytearray(SIZE - 1)))
     assert not holdings.read_into("6" * 32, memory.names[0], into)
+
+
+def test_a_sealed_group_lends_nothing_more_and_waits_for_what_is_lent() -> None:
+    memory = Memory(2)
+    holdings = Holdings(memory.view)
+    holdings.hold(1, SCOPE, memory.places(0))
+    holdings.hold(2, SCOPE, memory.places(1))
+    lent = [holdings.find(SCOPE, memory.names[0], 0.0) for _ in range(2)]
+    other = holdings.find(SCOPE, memory.names[1], 0.0)
+    ended: list[int] = []
+    holdings.seal(1, lambda: ended.append(1))
+    before = bytes(memory.bytes[:SIZE])
+    late = holdings.find(SCOPE, memory.names[0], 0.0)
+    for one in lent:
+        assert ended == []
+        assert one is not None
+        assert one.view == before
+        one.release()
+    assert ended == [1], "the copy that was made later keeps nobody waiting"
+    memory.bytes[:SIZE] = bytes(SIZE)
+    assert late is not None
+    assert late.view == before
+    late.release()
+    holdings.release(1)
+    assert other is not None
+    other.release()
+    holdings.seal(2, lambda: ended.append(2))
+    assert ended == [1, 2]

@@ -11,7 +11,7 @@ import pytest
 
 from groupio.agent import links as module
 from groupio.agent.links import Links
-from groupio.fabric.base import LOST, MISSING, Fabric, FabricFailed, Outcome
+from groupio.fabric.base import LOST, MISSING, REFUSED, STOPPED, Fabric, FabricFailed, Outcome
 from groupio.model import NodeLink
 
 MIB = 1 << 20
@@ -24,12 +24,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.works = threading.Event()
+        self.reason = LOST
         self.probed = threading.Semaphore(0)
 
     def probe(self, address: str, job: str, nbytes: int, deadline: float) -> float:
         self.probed.release()
         if not self.works.is_set():
-            raise FabricFailed("nobody answers", LOST)
+            raise FabricFailed("nothing comes", self.reason)
         return 1e9
 
 
@@ -92,6 +93,35 @@ def test_a_broken_fabric_is_left_out_until_a_probe_gets_through(pool: ThreadPool
     for _ in range(2):
         assert told.news.acquire(timeout=30)
     assert told.links.link.fabric_ok
+
+
+@pytest.mark.parametrize("reason", [MISSING, REFUSED, STOPPED])
+def test_a_peer_that_gives_nothing_says_nothing_of_the_fabric(
+    pool: ThreadPoolExecutor, reason: str
+) -> None:
+    told = Told(pool)
+    none = Outcome(False, reason, 0)
+    told.links.pulled("tcp://n1:1", "job", [none], 30.0)
+    told.links.pulled("tcp://n1:1", "job", [GOOD, none], 30.0)
+    assert told.heard == []
+    assert told.links.link.fabric_ok
+    assert told.links.link.fabric_bytes_per_s == 1e9, "the time went into waiting for the chunk"
+    told.links.pulled("tcp://n1:1", "job", [GOOD, none, BROKEN], 30.0)
+    assert not told.links.link.fabric_ok
+    told.engine.works.set()
+
+
+def test_a_peer_that_refuses_a_probe_has_been_reached(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBES_MAX", 1_000_000)
+    told = Told(pool)
+    told.engine.reason = REFUSED
+    told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
+    for _ in range(2):
+        assert told.news.acquire(timeout=30)
+    assert told.links.link.fabric_ok
+    told.links.close()
 
 
 def test_another_peer_shows_that_the_fabric_works(pool: ThreadPoolExecutor) -> None:

@@ -50,7 +50,7 @@ class Node:
         self.address = self.fabric.serve(self.holdings)
         self.threads = ThreadPoolExecutor(4)
         self.orders = ThreadPoolExecutor(2)
-        links = Links(
+        self.links = links = Links(
             self.name,
             self.name,
             uplink=None,

@@ -20,6 +20,7 @@ from groupio.agent.planned import Source
 from groupio.agent.segment_writer import SegmentWriter
 from groupio.agent.workers import WorkerPool
 from groupio.errors import GroupIOError, StorageError
+from groupio.fabric import tcp
 from groupio.model import CHUNK_BYTES, PACK_ITEM_BYTES, PAGE_BYTES, NodeReport
 from groupio.plan.dedup import build_manifest
 from groupio.plan.orders import Fetch, NodeOrder
@@ -306,25 +307,62 @@ def test_after_cancel_no_thread_uses_memory(nodes: Nodes, own: bool) -> None:
         node.said.get(timeout=0.2)
 
 
-def test_cancel_does_not_wait_for_more_than_one_pull(
+@pytest.mark.parametrize("keep", [True, False])
+def test_cancel_does_not_wait_for_a_pull(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    monkeypatch.setattr(fetching, "PEER_WAIT_S", 2 * WAIT_S)
+    source, target = nodes("n0"), nodes("n1")
+    strange, room = wait_for_nothing(source, target, keep=keep)
+    pulling = spy_on_pulls(target, monkeypatch)
+    target.flush.run_order(1, NodeOrder(NOTHING, (strange,), False), {"n0": source.address}, room)
+    assert pulling.wait(WAIT_S)
+    idle = threading.Event()
+    target.flush.cancel(idle.set)
+    assert idle.wait(WAIT_S)
+    assert target.said.empty()
+    assert target.links.link.fabric_ok, "the fabric is not to blame"
+
+
+def test_a_fetch_that_fails_does_not_wait_for_a_pull(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "PEER_WAIT_S", 1.0)
-    monkeypatch.setattr(fetching, "BATCH_BYTES", CHUNK_BYTES + MIB)
+    monkeypatch.setattr(fetching, "PEER_WAIT_S", 2 * WAIT_S)
     source, target = nodes("n0"), nodes("n1")
+    own = hash_as(target, 1, large(2, 2))
+    strange, room = wait_for_nothing(source, target, keep=True)
+    pulling = spy_on_pulls(target, monkeypatch)
+
+    def fail(offset: int) -> None:
+        pulling.wait(WAIT_S)
+        raise StorageError("the store is away", path="/store")
+
+    nodes.before_write = fail
+    order = NodeOrder(np.arange(len(own.chunks)), (strange,), False)
+    target.flush.run_order(1, order, {"n0": source.address}, room)
+    assert "the store is away" in target.next("failed").message
+
+
+def wait_for_nothing(source: Node, target: Node, *, keep: bool) -> tuple[Fetch, tuple[Any, ...]]:
+    """A fetch of chunks that the source waits for and never gets, and room for them."""
     report = source.hash(large(1))
-    target.hash()
     strange = other(report.chunks.digests)
     source.holdings.expect(source.store.store_id, strange)  # so that it lets the other wait
     flags = np.ones(len(strange), np.bool_)
-    part = Fetch("n0", strange, report.chunks.lengths, ~flags, flags, ())
-    target.flush.run_order(1, NodeOrder(NOTHING, (part,), False), {"n0": source.address}, ())
-    time.sleep(0.2)
-    idle, began = threading.Event(), time.monotonic()
-    target.flush.cancel(idle.set)
-    assert idle.wait(WAIT_S)
-    assert time.monotonic() - began < 3.0
-    assert target.said.empty()
+    part = Fetch("n0", strange, report.chunks.lengths, flags & keep, flags, ())
+    return part, (target.room(8 * PACK_ITEM_BYTES),) if keep else ()
+
+
+def spy_on_pulls(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the node asks a peer for chunks."""
+    began, ask = threading.Event(), tcp.ask
+
+    def spy(stream: Any, *rest: Any) -> None:
+        ask(stream, *rest)
+        began.set()
+
+    monkeypatch.setattr(tcp, "ask", spy)
+    return began
 
 
 def test_small_and_large_tensors_move_with_and_without_frames(store: Store, nodes: Nodes) -> None:

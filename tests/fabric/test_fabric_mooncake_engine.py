@@ -16,8 +16,8 @@ from groupio.fabric import mooncake as fabric_module
 from groupio.fabric import mooncake_engine
 from groupio.fabric.base import DIGEST, LOST, REFUSED
 from groupio.fabric.mooncake import MooncakeFabric
-from groupio.fabric.mooncake_engine import Engine
-from groupio.fabric.open import open_fabric
+from groupio.fabric.mooncake_engine import Engine, slots_of
+from groupio.fabric.open import fabric_bytes, open_fabric
 from groupio.fabric.tcp import TcpFabric
 from groupio.settings import Settings
 from groupio.testing.fabric_suite import JOB, MIB, TOKEN, Holdings, eventually, soon, want
@@ -121,6 +121,35 @@ class _Unfinished:
         return getattr(self._engine, name)
 
 
+def test_slot_that_was_used_again_makes_no_liar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks while the engine reads: the peer uses its slot for something else."""
+    holdings, chunk = Holdings(), os.urandom(MIB)
+    one = want(holdings.put(chunk), MIB)
+    slots, fetched = shared_engine().serving, Engine.fetched
+    free = len(slots._free)
+
+    def late(self: Engine, session: str, address: int, *rest: object) -> object:
+        assert serving._server is not None
+        for stream in list(serving._server._streams):
+            stream.shut()
+        eventually(lambda: len(slots._free) == free)
+        for slot in slots._free:
+            slot.view[:MIB] = bytes(MIB)
+        return fetched(self, session, address, *rest)  # type: ignore[arg-type]
+
+    with mooncake() as serving, mooncake() as fabric:
+        address = serving.serve(holdings)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "fetched", late)
+            assert fabric.pull(address, JOB, [one], deadline=soon())[0].error == LOST
+        assert fabric.pull(address, JOB, [one], deadline=soon())[0].ok
+
+
+def test_window_is_a_small_part_of_the_budget() -> None:
+    sizes = [mooncake_engine.window_bytes(slots_of(n << 20)) >> 20 for n in (16, 64, 512, 1 << 20)]
+    assert sizes == [8, 8, 32, 64]
+
+
 def test_engine_that_cannot_be_reached_or_has_not_the_bytes_is_lost() -> None:
     engine = shared_engine()
     free = len(engine._receiving._free)
@@ -195,8 +224,11 @@ def test_liar_never_writes_past_a_want(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_choose_it() -> None:
     settings = Settings(fabric="mooncake", fabric_bytes_per_s=1e9)
-    with open_fabric(settings, "127.0.0.1", "127.0.0.1", TOKEN) as fabric:
+    budget = 300 * MIB
+    with open_fabric(settings, "127.0.0.1", "127.0.0.1", TOKEN, budget) as fabric:
         assert fabric.name == "mooncake"
+        assert isinstance(fabric, MooncakeFabric)
+        assert len(fabric._engine._window) == fabric_bytes(settings, budget) == 16 * MIB
         assert fabric.pace.rate == 1e9
         assert fabric.serve(Holdings()).startswith("mooncake://127.0.0.1:")
 

@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from blake3 import blake3
@@ -24,12 +25,15 @@ from groupio.fabric.base import (
     DIGEST,
     LOST,
     MISSING,
+    STOPPED,
     FabricFailed,
     Outcome,
     Served,
+    Stop,
     Want,
 )
 from groupio.fabric.pacing import Pacer
+from groupio.fabric.serving import Outbox, Row
 from groupio.fabric.stream import LOWER_EFFORT, Stream, format_address, parse_address, tune
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import CHUNK_BYTES
@@ -311,6 +315,76 @@ def test_name_that_is_no_host_is_lost() -> None:
         outcomes = fabric.pull("tcp://no.such.host.invalid:1", JOB, [want(bytes(32), 1)],
                                deadline=soon(20))  # fmt: skip
         assert outcomes[0].error == LOST
+
+
+def test_stop_ends_a_handshake_and_a_wait_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupio.fabric.peers.BUSY_MAX", 1)
+    monkeypatch.setattr("groupio.fabric.peers.CONNECT_S", 300.0)
+    stops, results, threads = [Stop(), Stop()], list[Outcome](), []
+    with socket.create_server(("127.0.0.1", 0)) as silent, TcpFabric(token=TOKEN) as fabric:
+        address = format_address(*silent.getsockname())
+
+        def pull(stop: Stop) -> None:
+            one = want(bytes(32), 8)
+            results.extend(fabric.pull(address, JOB, [one], deadline=soon(300), stop=stop))
+
+        for stop in stops:
+            threads.append(threading.Thread(target=pull, args=(stop,)))
+            threads[-1].start()
+            eventually(lambda: bool(fabric._peers._used))  # the second one waits for its turn
+        time.sleep(0.1)
+        for stop, thread in zip(reversed(stops), reversed(threads), strict=True):
+            stop.set()
+            thread.join(timeout=60)
+        assert [outcome.error for outcome in results] == [STOPPED] * 2
+
+
+def test_connection_ends_before_the_memory_of_a_stuck_send_is_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("groupio.fabric.serving.HOLD_S", 0.3)
+    ended: list[bool] = []
+
+    class Watched(Holdings):
+        def _release(self) -> None:
+            assert fabric._server is not None
+            ended.extend(stream.is_shut for stream in fabric._server._streams)
+            super()._release()
+
+    holdings = Watched()
+    digest = holdings.put(bytes(CHUNK_BYTES))
+    with serving(holdings) as (fabric, address), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        sock.connect(parse_address(address))
+        stream = Stream(sock, Pacer(), soon(60))
+        prove_client(stream, key_of(TOKEN), JOB)
+        request = frames.REQUEST.pack(frames.PULL, 1, 0, frames.WAIT_MS_MAX, 0)
+        stream.send(request + frames.WANT.pack(digest, 0, CHUNK_BYTES, 1))
+        eventually(lambda: ended == [True])
+        assert holdings.pinned == 0
+
+
+def test_chunk_that_finds_a_broken_connection_is_released() -> None:
+    class Broken:
+        def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def send_paced(self, views: object) -> None:
+            raise ConnectionResetError("the peer is gone")
+
+    outbox = Outbox(cast(Stream, Broken()))
+    lent: set[int] = set()
+
+    def send() -> None:
+        for tag in range(1000):
+            lent.add(tag)
+            served = Served(memoryview(b"x"), partial(lent.remove, tag))
+            outbox.add(Row(tag, bytes(32), 0, 1, True), served)
+
+    with pytest.raises(ConnectionResetError):
+        send()
+    outbox.release()
+    assert not lent
 
 
 def test_too_many_pulls_from_one_peer_wait(monkeypatch: pytest.MonkeyPatch) -> None:

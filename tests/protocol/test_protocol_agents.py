@@ -147,6 +147,17 @@ def test_a_group_that_is_closed_while_its_job_works_ends_first() -> None:
     assert agent.groups == {}
 
 
+def test_memory_that_peers_may_be_sent_from_is_free_only_when_the_job_says_so() -> None:
+    budget = 2 * EXTENT_ALIGN
+    agent = begun(machine(budget), replica_bytes=budget)
+    assert agent.ledger.available == 0
+    assert agent.handle(fx.CloseGroup("n0", 1, True, False)) == [fx.CancelJob(1)]
+    agent.handle(admit("n0", 2, planned=True, replica_bytes=budget))
+    assert not agent.groups[2].admitted
+    agent.handle(ev.JobIdle(1))
+    assert agent.groups[2].admitted
+
+
 def test_a_group_that_is_dropped_while_it_is_aborted_waits_for_its_job() -> None:
     agent = begun(machine())
     agent.handle(store(1, 1))

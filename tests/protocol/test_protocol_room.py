@@ -63,6 +63,7 @@ def test_a_node_takes_room_once_and_says_how_much_it_has() -> None:
     assert sum(isinstance(e, ev.NodeRoom) for e in said(again)) == 1
     machine.handle(ev.JobStored(1, report_of("n0", {0: "x"}), 1))
     machine.handle(fx.CloseGroup("n0", 7, True, True))
+    machine.handle(ev.JobIdle(1))
     assert machine.ledger.total(Use.LEASED) == 0
 
 

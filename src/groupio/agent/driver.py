@@ -34,6 +34,7 @@ from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
 from groupio.errors import InvalidInput
+from groupio.fabric.open import fabric_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
@@ -65,8 +66,10 @@ class Driver:
         self.writer = Writer.of_this_process()
         self.started_at = time.monotonic()
         self.metrics = Metrics()
-        budget = settings.memory_bytes or default_budget()
-        self.machine = AgentMachine(self.node, Ledger(budget))
+        self.budget = settings.memory_bytes or default_budget()
+        """All memory of the agent, in bytes; what its fabric needs is not for arenas."""
+        arenas = self.budget - fabric_bytes(settings, self.budget)
+        self.machine = AgentMachine(self.node, Ledger(arenas))
         self.jobs: dict[str, Job] = {}
         self.peers: dict[int, Peer] = {}
         self.clients: dict[str, Peer] = {}
@@ -101,7 +104,7 @@ class Driver:
             "agent %s on node %s, memory budget %d bytes",
             groupio.__version__,
             self.node,
-            self.machine.ledger.budget,
+            self.budget,
         )
         ready()
         await self._done

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from groupio.agent.holdings import Holdings, Places
 from groupio.agent.links import Links
-from groupio.fabric.base import DIGEST, Fabric, Want
+from groupio.fabric.base import DIGEST, Fabric, Stop, Want
 from groupio.model import CHUNK_BYTES, DIGEST_BYTES
 from groupio.plan.orders import Fetch
 
@@ -70,14 +70,14 @@ class _Round:
     stopped: Callable[[], bool]
     kept: Callable[[], None] | None
     left: int = 0
-    failed: bool = False
-    """What is still under way is of no use."""
+    stop: Stop = field(default_factory=Stop)
+    """Ends the pulls under way, which are of no use."""
     thin: bool = False
     """Something that was to stay did not come."""
 
     def over(self) -> bool:
         """Nothing more is to be begun."""
-        return self.failed or self.stopped()
+        return self.stop.is_set or self.stopped()
 
 
 class Fetcher:
@@ -100,12 +100,17 @@ class Fetcher:
         self.group = group
         self._job = job
         self._lock = threading.Lock()
+        self._stop = Stop()
         self._free: list[tuple[int, int]] = []
         """What is free of the rooms: an offset in the arena, how many bytes."""
         self._rooms: set[int] = set()
         """Where the rooms begin that were given so far."""
         self._kept: dict[bytes, int] = {}
         """Where in the arena each chunk that stays begins."""
+
+    def cancel(self) -> None:
+        """Fetch nothing more, and end what is under way at once."""
+        self._stop.set()
 
     @property
     def copies(self) -> npt.NDArray[np.uint8]:
@@ -152,7 +157,8 @@ class Fetcher:
         try:
             if kept is not None and not stay:
                 kept()
-            results = self._run(run, (*stay, *pass_on), meanwhile)
+            with self._stop.waking(run.stop.set):
+                results = self._run(run, (*stay, *pass_on), meanwhile)
         finally:
             for digests in coming:
                 self._holdings.expect_no_more(self._job, digests)
@@ -170,7 +176,7 @@ class Fetcher:
             try:
                 return step()
             except BaseException:
-                run.failed = True
+                run.stop.set()
                 raise
 
         under_way: list[Future[Fetched]] = []
@@ -179,7 +185,7 @@ class Fetcher:
                 under_way.append(self._pool.submit(guarded, step))
             meanwhile()
         except BaseException:
-            run.failed = True
+            run.stop.set()
             raise
         finally:
             wait(under_way)  # also after an error: the others still use the memory
@@ -207,7 +213,7 @@ class Fetcher:
             batch = _Batch(part.digests[mine], lengths, _places(run.rooms, starts, lengths))
             here = np.zeros(len(mine), np.bool_)
             try:
-                here = self._pull(batch, peers, run.addresses, liars)
+                here = self._pull(run, batch, peers, liars)
             finally:
                 self._keep(batch, starts, here, run.rooms[0].arena)
             missing.append(batch.digests[~here])
@@ -236,7 +242,7 @@ class Fetcher:
             starts = np.cumsum(lengths) - lengths
             whole = [Room(view, -1, 0)]
             batch = _Batch(part.digests[mine], lengths, _places(whole, starts, lengths))
-            here = self._pull(batch, peers, run.addresses, liars)
+            here = self._pull(run, batch, peers, liars)
             missing.append(batch.digests[~here])
             wanted = here & part.write[mine]
             if wanted.any() and not run.over():
@@ -307,21 +313,23 @@ class Fetcher:
         return start
 
     def _pull(
-        self, batch: _Batch, peers: list[str], addresses: dict[str, str], liars: set[str]
+        self, run: _Round, batch: _Batch, peers: list[str], liars: set[str]
     ) -> npt.NDArray[np.bool_]:
         """Ask one peer after the other; which chunks came, bool[n]."""
         here = np.zeros(len(batch.lengths), np.bool_)
         for peer in peers:
             left = np.flatnonzero(~here)
-            if not len(left):
+            if not len(left) or run.over():
                 break
             wants = [
                 Want(batch.digests[i].tobytes(), 0, size, batch.into[i])
                 for i, size in zip(left.tolist(), batch.lengths[left].tolist(), strict=True)
             ]
             began = time.monotonic()
-            address, deadline = addresses[peer], began + PEER_WAIT_S
-            outcomes = self._fabric.pull(address, self._job, wants, deadline=deadline)
+            address, deadline = run.addresses[peer], began + PEER_WAIT_S
+            outcomes = self._fabric.pull(
+                address, self._job, wants, deadline=deadline, stop=run.stop
+            )
             self._links.pulled(address, self._job, outcomes, time.monotonic() - began)
             here[left] = [outcome.ok for outcome in outcomes]
             if any(outcome.error == DIGEST for outcome in outcomes):

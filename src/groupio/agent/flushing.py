@@ -84,11 +84,23 @@ class Flushing:
             case fx.FinishJob(group=group):
                 self._jobs[group][0].finish()
             case fx.CancelJob(group=group):
-                self._jobs[group][0].cancel(lambda: self._post(ev.JobIdle(group)))
+                self._cancel(group)
             case fx.RunOrder():
                 self._order(effect)
             case fx.EndJob(group=group, delete_segments=delete):
                 self._end(group, delete)
+
+    def _cancel(self, group: int) -> None:
+        """Stop the job; it is idle when nobody uses its memory, peers included."""
+        flush, network = self._jobs[group][0], self._driver.network
+
+        def idle() -> None:
+            self._post(ev.JobIdle(group))
+
+        if isinstance(flush, PlannedFlush) and network is not None:
+            flush.cancel(lambda: network.holdings.seal(group, idle))
+        else:
+            flush.cancel(idle)
 
     def delete_segments(self, group: int) -> None:
         """Delete what an idle job wrote; called from the store's thread."""

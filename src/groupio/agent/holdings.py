@@ -1,8 +1,9 @@
 """Which chunks this node has in memory, for peers and readers that ask by digest.
 
-Chunks of a group in flight lie still until it is closed. Those of a committed epoch stay where
+Chunks of a group in flight lie still until it is closed: they are sent from where they lie, and the
+group is closed only when nobody is being sent any of them. Those of a committed epoch stay where
 they are until their memory is used again, which may be at any moment: such a chunk is copied out
-first, and served only if it was still there after the copy.
+first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +43,8 @@ class _Holding:
     places: Places
     alive: npt.NDArray[np.bool_]
     cached: bool = False
+    sealed: bool = False
+    """Its memory is about to be used again: chunks are lent to nobody."""
     prefix: npt.NDArray[np.uint64] | None = None
     """Ascending, once the rows are in that order: many groups are never asked for anything."""
 
@@ -92,6 +96,10 @@ class Holdings:
         self._holdings: list[_Holding] = []
         self._coming: dict[tuple[str, bytes], int] = {}
         """Chunks on their way here, by store and digest, and for how many fetches."""
+        self._lent: dict[int, int] = {}
+        """How many chunks of a group are being sent."""
+        self._waiting: dict[int, Callable[[], None]] = {}
+        """What is to be called when nothing of a group is lent any more."""
 
     # -- what comes and goes ----------------------------------------------------------------------
 
@@ -128,6 +136,20 @@ class Holdings:
                 if left:
                     self._coming[name] = left
 
+    def seal(self, group: int, then: Callable[[], None]) -> None:
+        """Lend nothing more of the group; call ``then`` once nothing is lent, from any thread.
+
+        No chunk comes for the group any more. Those that are here are served as copies. What is
+        lent comes back in bounded time: the fabric ends a connection that takes too long.
+        """
+        with self._changed:
+            for holding in self._holdings:
+                holding.sealed |= holding.group == group
+            if group in self._lent:
+                self._waiting[group] = then
+                return
+        then()
+
     def settle(self, group: int) -> None:
         """The group is committed: its chunks may be served until their memory is used again."""
         with self._changed:
@@ -138,13 +160,6 @@ class Holdings:
         """The group is over and was not committed: its chunks are served no more."""
         with self._changed:
             self._holdings = [h for h in self._holdings if h.group != group or h.cached]
-
-    def rename(self, old: int, new: int) -> None:
-        """The group goes on under another number."""
-        with self._changed:
-            for holding in self._holdings:
-                if holding.group == old:
-                    holding.group = new
 
     def drop(self, arena: int, offset: int, length: int) -> None:
         """This range of an arena is about to hold other bytes."""
@@ -213,10 +228,22 @@ class Holdings:
         )
         if view is None:
             return None
-        if not holding.cached:
-            return Served(view, _nothing)
+        if not (holding.cached or holding.sealed):
+            self._lent[holding.group] = self._lent.get(holding.group, 0) + 1
+            return Served(view, partial(self._take_back, holding.group))
         # Whoever is about to reuse the memory needs the lock to say so: the copy is whole.
         return Served(memoryview(bytes(view)), _nothing)
+
+    def _take_back(self, group: int) -> None:
+        """A chunk of the group was sent."""
+        with self._changed:
+            left = self._lent.pop(group) - 1
+            if left:
+                self._lent[group] = left
+                return
+            then = self._waiting.pop(group, None)
+        if then is not None:
+            then()
 
 
 def _nothing() -> None:

@@ -14,7 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from groupio.fabric.base import CLOSED, DEADLINE, LOST, Fabric, FabricFailed, Outcome
+from groupio.fabric.base import (
+    CLOSED,
+    DEADLINE,
+    LOST,
+    REFUSED,
+    Fabric,
+    FabricFailed,
+    Outcome,
+)
 from groupio.model import NodeLink
 
 log = logging.getLogger(__name__)
@@ -83,7 +91,10 @@ class Links:
         if not broken:
             if any(outcome.ok for outcome in outcomes):
                 self._works()
-            self._sample(1, sum(outcome.bytes for outcome in outcomes), seconds)
+            # A peer may have waited for a chunk that did not come, a pull may have been stopped:
+            # the time that they took says nothing.
+            if all(outcome.ok for outcome in outcomes):
+                self._sample(1, sum(outcome.bytes for outcome in outcomes), seconds)
             return
         with self._lock:
             if not self._fabric_ok or self._closed.is_set():
@@ -107,6 +118,8 @@ class Links:
             except FabricFailed as error:
                 if error.reason == CLOSED:
                     return
+                if error.reason == REFUSED:
+                    break  # there is an answer: it is the peer that gives nothing
                 log.info("the fabric to %s still does not work: %s", address, error)
                 continue
             break

@@ -50,7 +50,7 @@ class Network:
         self.announced = _announced(self.listens_at)
         self.holdings = Holdings(driver.memory.view)
         token = None if self.keys is None else self.keys.fabric_key
-        self.fabric = open_fabric(settings, self.listens_at, self.announced, token)
+        self.fabric = open_fabric(settings, self.listens_at, self.announced, token, driver.budget)
         self.reads = Reads(driver, self.holdings, self.fabric)
         self.fabric_address = self._serve()
         self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")

@@ -414,6 +414,7 @@ class PlannedFlush:
             self._stopped = True
             self._running += 1
             self._on_idle.append(on_idle)
+        self._fetcher.cancel()
         if self._base is None:
             self._end_step()
         else:

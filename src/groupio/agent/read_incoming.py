@@ -52,7 +52,9 @@ class Incoming:
         return bool(self._late)
 
     def close(self) -> None:
-        """Close the store, once no thread reads any more."""
+        """End all pulls; close the store, once no thread reads any more."""
+        for peer in self._peers.values():
+            peer.close()
         self._store.close()
 
     def give_up_late(self) -> None:

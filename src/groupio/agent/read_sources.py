@@ -16,7 +16,7 @@ from groupio.backend.base import EPOCHS, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.client.chunk_reader import RUN_BYTES, Job, Wants, do_job, jobs_of
 from groupio.errors import GroupIOError, IntegrityError
-from groupio.fabric.base import DEADLINE, DIGEST, MISSING, RANGE, Fabric, Outcome, Want
+from groupio.fabric.base import DEADLINE, DIGEST, MISSING, RANGE, Fabric, Outcome, Stop, Want
 from groupio.format.manifest import ManifestReader
 from groupio.model import ChunkTable, DecisionKey, SegmentRef
 
@@ -186,6 +186,7 @@ class PeerSource:
         self._lock = threading.Lock()
         self._waiting: deque[Part] = deque()
         self._active = 0
+        self._stop = Stop()
 
     def pull(self, parts: Sequence[Part]) -> None:
         """Bring these here, in this order."""
@@ -195,6 +196,10 @@ class PeerSource:
                 return
             self._active += 1
         threading.Thread(target=self._run, name="read-pull", daemon=True).start()
+
+    def close(self) -> None:
+        """Pull nothing more; what is under way counts as lost, at once."""
+        self._stop.set()
 
     def _run(self) -> None:
         while True:
@@ -229,7 +234,7 @@ class PeerSource:
 
         deadline = time.monotonic() + PULL_S
         outcomes = self._fabric.pull(
-            self.address, self._job, wants, deadline=deadline, on_done=done
+            self.address, self._job, wants, deadline=deadline, on_done=done, stop=self._stop
         )
         failed: dict[str, list[int]] = {}
         for part, outcome in zip(parts, outcomes, strict=True):

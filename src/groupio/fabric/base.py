@@ -13,8 +13,10 @@ along, which finds damage on the way. Ask for parts only from holders that verif
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -45,11 +47,51 @@ REFUSED = "refused"
 CLOSED = "closed"
 """This fabric was closed."""
 
-REASONS = (MISSING, DIGEST, RANGE, DEADLINE, LOST, REFUSED, CLOSED)
+STOPPED = "stopped"
+"""The caller ended the pull early."""
+
+REASONS = (MISSING, DIGEST, RANGE, DEADLINE, LOST, REFUSED, CLOSED, STOPPED)
 """All values of ``Outcome.error`` of a failed want."""
 
 JOB_BYTES_MAX = 255
 """The name of a job, in UTF-8, is at most this long."""
+
+
+class Stop:
+    """Ends pulls early: whoever waits in one is woken at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._wakes: list[Callable[[], None]] = []
+
+    @property
+    def is_set(self) -> bool:
+        """Whether ``set`` was called."""
+        return self._is_set
+
+    def set(self) -> None:
+        """End what goes on, and what begins from now on; may be repeated."""
+        with self._lock:
+            self._is_set = True
+            wakes, self._wakes = self._wakes, []
+            for wake in wakes:
+                wake()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """``set`` calls ``wake`` once, within the context or never; at once if it was called."""
+        with self._lock:
+            if self._is_set:
+                wake()
+            else:
+                self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if wake in self._wakes:
+                    self._wakes.remove(wake)
 
 
 class Want(NamedTuple):
@@ -142,13 +184,15 @@ class Fabric(ABC):
         *,
         deadline: float,
         on_done: Callable[[int, Outcome], None] | None = None,
+        stop: Stop | None = None,
     ) -> list[Outcome]:
         """Bring ``wants`` here from the peer at ``address``; their outcomes, in order.
 
         ``on_done(index, outcome)`` is told of each want as it ends, in any order and from any
         thread; it must be quick and must not raise. On return, at the latest shortly after the
-        deadline, no thread touches the memory of a want any more. Many pulls may run at once,
-        also from one peer. InvalidInput, before anything moves, for wants that no fabric takes.
+        deadline or ``stop``, no thread touches the memory of a want any more. Many pulls may run
+        at once, also from one peer. InvalidInput, before anything moves, for wants that no fabric
+        takes.
         """
 
     @abstractmethod

@@ -11,7 +11,10 @@ After a request of :mod:`groupio.fabric.frames`, until each of its wants is answ
 - the server says where they are: address, bytes, rows, length of its engine's name (17), the
   name, and for each row status, tag, length, and the BLAKE3 of a part (44); chunks lie one behind
   the other in the order of their rows;
-- the client has read them (1).
+- the client has read them (1);
+- the server still had them there until now (1). Where a connection ends before that, the slot is
+  used again, and what the client has read counts for nothing: a peer is called a liar only for
+  bytes that it vouched for.
 
 What the engine itself does about strangers is not in our hands: its ports are open on all
 addresses of the node and know no keys. Whoever reaches them can read and change what is in the
@@ -33,13 +36,23 @@ from blake3 import blake3
 
 from groupio.errors import InvalidInput
 from groupio.fabric import frames
-from groupio.fabric.base import DIGEST, MISSING, RANGE, Outcome, Provider, Served, Want, failed
+from groupio.fabric.base import (
+    DIGEST,
+    MISSING,
+    RANGE,
+    Outcome,
+    Provider,
+    Served,
+    Stop,
+    Want,
+    failed,
+)
 from groupio.fabric.base import verified as is_right
-from groupio.fabric.mooncake_engine import SLOT_BYTES, Engine, Slot
+from groupio.fabric.mooncake_engine import SLOT_BYTES, SLOTS, Engine, Slot
 from groupio.fabric.pacing import Bucket, Pacer
 from groupio.fabric.peers import Peer
 from groupio.fabric.pulling import Pull, ask, wait_ms
-from groupio.fabric.serving import Outbox, Row, Server
+from groupio.fabric.serving import HOLD_S, Outbox, Row, Server
 from groupio.fabric.stream import PIECE_BYTES, Stream
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import DIGEST_BYTES
@@ -53,6 +66,7 @@ _ROOM = struct.Struct("<I")
 _FILL = struct.Struct("<QIIB")
 _ROW = struct.Struct(f"<BxxxII{DIGEST_BYTES}s")
 _READ = b"\x01"
+_KEPT = b"\x02"
 
 _NO_DIGEST = bytes(DIGEST_BYTES)
 _STATUS_ERRORS = {frames.MISSING: MISSING, frames.RANGE: RANGE}
@@ -79,14 +93,16 @@ class MooncakeFabric(TcpFabric):
         token: bytes | None = None,
         pace: Pacer | None = None,
         engine: Engine | None = None,
+        slots: int = SLOTS,
     ) -> None:
-        """ModuleNotFoundError without the package, InvalidInput without its libraries."""
+        """``slots`` are those of an engine of its own. ModuleNotFoundError without the package,
+        InvalidInput without its libraries."""
         if token:
             # So that a peer with another fabric is refused, not misunderstood.
             token = blake3(token, derive_key_context=_CONTEXT).digest()
         super().__init__(host=host, announce=announce, token=token, pace=pace, streams=STREAMS)
         self._own_engine = engine is None
-        self._engine = engine or Engine(announce or host)
+        self._engine = engine or Engine(announce or host, slots)
 
     def serve(self, provider: Provider) -> str:
         """See ``Fabric``."""
@@ -106,9 +122,11 @@ class MooncakeFabric(TcpFabric):
         *,
         deadline: float,
         on_done: Callable[[int, Outcome], None] | None = None,
+        stop: Stop | None = None,
     ) -> list[Outcome]:
         """See ``Fabric``. Also InvalidInput for an address that is not ``mooncake://host:port``."""
-        return super().pull(_of_stream(address), job, wants, deadline=deadline, on_done=on_done)
+        address = _of_stream(address)
+        return super().pull(address, job, wants, deadline=deadline, on_done=on_done, stop=stop)
 
     def probe(self, address: str, job: str, nbytes: int, deadline: float) -> float:
         """See ``Fabric``; uses as many streams as a pull does."""
@@ -161,20 +179,26 @@ class MooncakeFabric(TcpFabric):
         """Read what the peer has filled, and finish the wants that it answers."""
         places = _places(fill, pull.wants, left)
         left.difference_update(row.tag for row in fill.rows)
+        wrong = []
         with self._read(stream, fill) as view:
             stream.send(_READ)
             for row, place in zip(fill.rows, places, strict=True):
                 want = pull.wants[row.tag]
                 outcome = _arrived(want, row, view[place : place + row.length])
                 if outcome.error == DIGEST:
-                    log.error("%s sent wrong bytes for chunk %s", peer[0], want.digest.hex())
-                pull.finish(row.tag, outcome)
+                    wrong.append(row.tag)
+                else:
+                    pull.finish(row.tag, outcome)
+        _hear_kept(stream)
+        for tag in wrong:
+            log.error("%s sent wrong bytes for chunk %s", peer[0], pull.wants[tag].digest.hex())
+            pull.finish(tag, failed(DIGEST))
 
     def _read(self, stream: Stream, fill: _Fill) -> AbstractContextManager[memoryview]:
         if not fill.nbytes:
             return nullcontext(memoryview(b""))
         return self._engine.fetched(
-            fill.session, fill.address, fill.nbytes, stream.deadline, lambda: self._peers.closed
+            fill.session, fill.address, fill.nbytes, stream.deadline, lambda: stream.is_shut
         )
 
     def _probe_stream(self, stream: Stream, nbytes: int) -> None:
@@ -186,6 +210,7 @@ class MooncakeFabric(TcpFabric):
                 raise ConnectionAbortedError("the peer fills more than was asked for")
             with self._read(stream, fill):
                 stream.send(_READ)
+            _hear_kept(stream)
             nbytes -= fill.nbytes
 
 
@@ -267,7 +292,8 @@ class _WindowOutbox(Outbox):
             if size > SLOT_BYTES or (end != size if row.whole else end > size):
                 self.refuse(row.tag, frames.RANGE)
                 return
-            slot = self._with_room(row.length)
+            with self._stream.within(HOLD_S):
+                slot = self._with_room(row.length)
             source = served.view.cast("B")[row.offset : end]
             _copy(source, slot.view[self._used : self._used + row.length])
             digest = _NO_DIGEST if row.whole else blake3(source).digest()
@@ -286,15 +312,12 @@ class _WindowOutbox(Outbox):
 
     def send_nothing(self, tag: int, nbytes: int) -> None:
         """See ``Outbox``."""
-        try:
-            while nbytes:
-                slot = self._with_room(0)
-                self._used = min(nbytes, self._room)
-                nbytes -= self._used
-                slot.view[: self._used] = bytes(self._used)
-                self._fill()
-        finally:
-            self.release()
+        while nbytes:
+            slot = self._with_room(0)
+            self._used = min(nbytes, self._room)
+            nbytes -= self._used
+            slot.view[: self._used] = bytes(self._used)
+            self._fill()
 
     def flush(self) -> None:
         """Let the client read all answers; on return their memory is free."""
@@ -337,6 +360,7 @@ class _WindowOutbox(Outbox):
         self._stream.send(b"".join([head, session, *self._rows]))
         if self._stream.receive(len(_READ)) != _READ:
             raise ConnectionAbortedError("the peer sent a request that is not of this protocol")
+        self._stream.send(_KEPT)
         self._rows.clear()
         self._used = self._room = 0
 
@@ -349,6 +373,12 @@ def _arrived(want: Want, row: _Answer, view: memoryview) -> Outcome:
     if not is_right(want, row.digest):
         return failed(DIGEST)
     return Outcome(ok=True, error="", bytes=row.length)
+
+
+def _hear_kept(stream: Stream) -> None:
+    """Return when the peer vouches for what lay in its slot. ConnectionError if it does not."""
+    if stream.receive(len(_KEPT)) != _KEPT:
+        raise ConnectionAbortedError("the peer sent an answer that is not of this protocol")
 
 
 def _places(fill: _Fill, wants: Sequence[Want], left: set[int]) -> list[int]:

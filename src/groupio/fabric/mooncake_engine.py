@@ -12,8 +12,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,12 +25,25 @@ SLOT_BYTES = CHUNK_BYTES
 """A slot holds any one chunk, or many small ones."""
 
 SLOTS = 8
-"""Slots for each direction: 64 MiB for both, beside the memory budget of the agent."""
+"""Slots for each direction, at most: 64 MiB for both."""
+
+WINDOW_SHARE = 16
+"""The window takes at most one part in so many of the agent's memory budget, or two slots."""
 
 _LOOK_S = (50e-6, 1e-3)
 _CHECK_S = 0.1
 _PENDING = 0
 _DONE = 1
+
+
+def slots_of(budget: int) -> int:
+    """Slots for each direction of an agent that has ``budget`` bytes for everything."""
+    return min(max(budget // WINDOW_SHARE // window_bytes(1), 1), SLOTS)
+
+
+def window_bytes(slots: int) -> int:
+    """The memory of so many slots for each direction, in bytes."""
+    return 2 * slots * SLOT_BYTES
 
 
 class Slot(NamedTuple):
@@ -79,7 +91,7 @@ class Engine:
         self._engine: Any = _new_engine(host)
         port = self._engine.get_rpc_port()
         self.session = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        window = mmap.mmap(-1, 2 * slots * SLOT_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        window = mmap.mmap(-1, window_bytes(slots), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._window = np.frombuffer(window, np.uint8)
         base = self._window.ctypes.data
         if self._engine.register_memory(base, len(self._window)):
@@ -113,10 +125,7 @@ class Engine:
         """
         self._collect()
         slot = self._receiving.take(deadline, stopped)
-        try:
-            batch = self._submit(session, address, slot, nbytes, deadline)
-        except FutureTimeout:
-            raise TimeoutError("the peer's engine did not answer in time") from None
+        batch = self._submit(session, address, slot, nbytes, deadline, stopped)
         if batch == 0:
             self._receiving.give(slot)
             raise ConnectionError("the peer's engine cannot be reached")
@@ -138,19 +147,29 @@ class Engine:
         self._submitting.shutdown(wait=True, cancel_futures=True)
         self._engine = None  # before the window goes, which it may write to until then
 
-    def _submit(self, session: str, address: int, slot: Slot, nbytes: int, deadline: float) -> int:
+    def _submit(
+        self,
+        session: str,
+        address: int,
+        slot: Slot,
+        nbytes: int,
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> int:
         """Start a transfer; its number, 0 when it could not begin."""
         work: Future[int] = self._submitting.submit(
             self._engine.batch_transfer_async_read, session, [slot.address], [address], [nbytes]
         )
-        try:
-            return work.result(max(deadline - time.monotonic(), 0.0))
-        except FutureTimeout:
-            if work.cancel():
-                self._receiving.give(slot)
-            else:
-                work.add_done_callback(lambda late: self._began_late(late, slot))
-            raise
+        while not wait([work], min(max(deadline - time.monotonic(), 0.0), _CHECK_S)).done:
+            try:
+                _check(deadline, stopped)
+            except OSError:
+                if work.cancel():
+                    self._receiving.give(slot)
+                else:
+                    work.add_done_callback(lambda late: self._began_late(late, slot))
+                raise
+        return work.result()
 
     def _began_late(self, work: Future[int], slot: Slot) -> None:
         with self._lock:
@@ -177,7 +196,7 @@ class Engine:
 
 def _check(deadline: float, stopped: Callable[[], bool]) -> None:
     if stopped():
-        raise ConnectionAbortedError("the fabric was closed")
+        raise ConnectionAbortedError("the pull was ended")
     if time.monotonic() >= deadline:
         raise TimeoutError("the deadline has passed")
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from groupio.errors import InvalidInput
 from groupio.fabric.base import Fabric
+from groupio.fabric.mooncake_engine import slots_of, window_bytes
 from groupio.fabric.pacing import Pacer
 from groupio.settings import Settings
 
 
-def open_fabric(settings: Settings, host: str, announce: str, token: bytes | None) -> Fabric:
+def fabric_bytes(settings: Settings, budget: int) -> int:
+    """The part of a memory budget, in bytes, that the fabric of an agent takes for itself."""
+    return window_bytes(slots_of(budget)) if settings.fabric == "mooncake" else 0
+
+
+def open_fabric(
+    settings: Settings, host: str, announce: str, token: bytes | None, budget: int
+) -> Fabric:
     """The fabric of agents by ``settings.fabric``, to be served at ``host``, announced as
     ``announce``.
 
-    ``token`` is the secret that peers share, None where only this machine may connect.
+    ``token`` is the secret that peers share, None where only this machine may connect. ``budget``
+    is all memory of the agent, in bytes; see :func:`fabric_bytes`.
     InvalidInput when the package of a transfer engine is not there.
     """
     pace = Pacer(settings.fabric_bytes_per_s)
@@ -27,4 +36,5 @@ def open_fabric(settings: Settings, host: str, announce: str, token: bytes | Non
             f"GROUPIO_FABRIC={settings.fabric} needs the package {error.name}: pip install "
             "'groupio[mooncake]'"
         ) from error
-    return MooncakeFabric(host=host, announce=announce, token=token, pace=pace)
+    slots = slots_of(budget)
+    return MooncakeFabric(host=host, announce=announce, token=token, pace=pace, slots=slots)

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 
 from groupio.fabric.auth import prove_client
+from groupio.fabric.base import Stop
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.stream import Stream, parse_address, tune
 
@@ -43,23 +44,24 @@ class Peers:
         self._busy: dict[Peer, int] = defaultdict(int)
         self._used: set[Stream] = set()
 
-    def take(self, peer: Peer, deadline: float, *, extra: bool) -> Stream | None:
+    def take(self, peer: Peer, deadline: float, stop: Stop, *, extra: bool) -> Stream | None:
         """A stream to ``peer`` until ``deadline``; to be given back by ``give``.
 
         None for an ``extra`` one when enough streams of the peer are in use. ConnectionError
-        when the peer cannot be reached or refuses, TimeoutError when it takes too long.
+        when the peer cannot be reached or refuses, or at ``stop``; TimeoutError when it takes too
+        long.
         """
-        with self._changed:
+        with stop.waking(self._wake), self._changed:
             if extra and self._busy.get(peer, 0) >= self._streams:
                 return None
-            while not self._closed and self._busy.get(peer, 0) >= BUSY_MAX:
+            while not (self._closed or stop.is_set) and self._busy.get(peer, 0) >= BUSY_MAX:
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise TimeoutError("too many pulls from one peer at a time")
-            self._check_open()
+            self._check_open(stop)
             self._busy[peer] += 1
         stream = None
         try:
-            stream = self._kept(peer, deadline) or self._connect(peer, deadline)
+            stream = self._kept(peer, deadline, stop) or self._connect(peer, deadline, stop)
             return stream
         finally:
             if stream is None:
@@ -97,9 +99,15 @@ class Peers:
         """Whether ``close`` was called."""
         return self._closed
 
-    def _check_open(self) -> None:
+    def _check_open(self, stop: Stop) -> None:
         if self._closed:
             raise FabricClosed("the fabric is closed")
+        if stop.is_set:
+            raise ConnectionAbortedError("the pull was ended")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _no_longer_busy(self, peer: Peer) -> None:
         with self._changed:
@@ -108,9 +116,9 @@ class Peers:
                 del self._busy[peer]
             self._changed.notify_all()
 
-    def _kept(self, peer: Peer, deadline: float) -> Stream | None:
+    def _kept(self, peer: Peer, deadline: float, stop: Stop) -> Stream | None:
         with self._changed:
-            self._check_open()
+            self._check_open(stop)
             while idle := self._idle.get(peer):
                 stream = idle.pop()
                 self._idle_count -= 1
@@ -121,7 +129,7 @@ class Peers:
                 stream.close()
         return None
 
-    def _connect(self, peer: Peer, deadline: float) -> Stream:
+    def _connect(self, peer: Peer, deadline: float, stop: Stop) -> Stream:
         address, job = peer
         deadline_here = min(deadline, time.monotonic() + CONNECT_S)
         host, port = parse_address(address)
@@ -133,12 +141,13 @@ class Peers:
                 self._used.add(stream)
         done = False
         try:
-            self._check_open()
             tune(sock)
-            sock.settimeout(max(deadline_here - time.monotonic(), 0.001))
-            sock.connect(target)
-            sock.settimeout(None)
-            prove_client(stream, self._key, job)
+            with stop.waking(stream.shut):
+                self._check_open(stop)
+                sock.settimeout(max(deadline_here - time.monotonic(), 0.001))
+                sock.connect(target)
+                sock.settimeout(None)
+                prove_client(stream, self._key, job)
             stream.deadline = deadline
             done = True
             return stream

@@ -22,6 +22,10 @@ from groupio.model import CHUNK_BYTES
 HANDSHAKE_S = 10.0
 """A client that has not proved itself by then is refused, seconds."""
 
+HOLD_S = 60.0
+"""A chunk's memory is held for one send at most so long, seconds; then the connection ends. No
+agent waits longer for what it pulls."""
+
 STRANGERS_MAX = 64
 """So many connections may be in their handshake at a time; further ones are closed."""
 
@@ -152,42 +156,46 @@ class Server:
         wait_s = min(wait_ms, frames.WAIT_MS_MAX) / 1000
         # The client gives up a little later than it lets us wait for chunks.
         stream.deadline = time.monotonic() + wait_s * 1.25 + 1.0
-        if kind == frames.PROBE and nbytes <= frames.PROBE_BYTES_MAX:
-            self.open_outbox(stream).send_nothing(first, nbytes)
-        elif kind == frames.PULL and 0 < count <= frames.WANTS_MAX:
-            rows = frames.WANT.iter_unpack(stream.receive(count * frames.WANT.size))
-            wants = deque(
-                Row(tag, digest, offset, length, bool(whole))
-                for tag, (digest, offset, length, whole) in enumerate(rows, first)
-            )
-            self._serve(stream, job, wants, time.monotonic() + wait_s)
-        else:
-            raise ConnectionAbortedError("the peer sent a request that is not of this protocol")
-
-    def _serve(self, stream: Stream, job: str, wants: deque[Row], until: float) -> None:
-        """Answer all ``wants``: those that are here first, the others as they come."""
         outbox = self.open_outbox(stream)
-        absent, slice_s = 0, WAIT_MIN_S
         try:
-            while wants:
-                row = wants.popleft()
-                wait_s = 0.0
-                if absent > min(len(wants), SWEEP_CHUNKS):
-                    outbox.flush()
-                    absent, wait_s = 0, slice_s
-                    slice_s = min(2 * slice_s, WAIT_MAX_S)
-                served, gone = self._find(job, row.digest, wait_s)
-                if served is not None:
-                    absent, slice_s = 0, WAIT_MIN_S
-                    outbox.add(row, served)
-                elif gone or self._closed or time.monotonic() >= until:
-                    outbox.refuse(row.tag, frames.MISSING)
-                else:
-                    wants.append(row)
-                    absent += 1
-            outbox.flush()
+            if kind == frames.PROBE and nbytes <= frames.PROBE_BYTES_MAX:
+                outbox.send_nothing(first, nbytes)
+            elif kind == frames.PULL and 0 < count <= frames.WANTS_MAX:
+                rows = frames.WANT.iter_unpack(stream.receive(count * frames.WANT.size))
+                wants = deque(
+                    Row(tag, digest, offset, length, bool(whole))
+                    for tag, (digest, offset, length, whole) in enumerate(rows, first)
+                )
+                self._serve(outbox, job, wants, time.monotonic() + wait_s)
+            else:
+                raise ConnectionAbortedError("the peer sent a request that is not of this protocol")
+        except BaseException:
+            # Before the memory is released: nothing else may complete what was half sent.
+            stream.shut()
+            raise
         finally:
             outbox.release()
+
+    def _serve(self, outbox: Outbox, job: str, wants: deque[Row], until: float) -> None:
+        """Answer all ``wants``: those that are here first, the others as they come."""
+        absent, slice_s = 0, WAIT_MIN_S
+        while wants:
+            row = wants.popleft()
+            wait_s = 0.0
+            if absent > min(len(wants), SWEEP_CHUNKS):
+                outbox.flush()
+                absent, wait_s = 0, slice_s
+                slice_s = min(2 * slice_s, WAIT_MAX_S)
+            served, gone = self._find(job, row.digest, wait_s)
+            if served is not None:
+                absent, slice_s = 0, WAIT_MIN_S
+                outbox.add(row, served)
+            elif gone or self._closed or time.monotonic() >= until:
+                outbox.refuse(row.tag, frames.MISSING)
+            else:
+                wants.append(row)
+                absent += 1
+        outbox.flush()
 
     def open_outbox(self, stream: Stream) -> Outbox:
         """What takes the answers to one request of ``stream``."""
@@ -214,7 +222,11 @@ class Outbox:
 
     def add(self, row: Row, served: Served) -> None:
         """Answer ``row`` with its bytes of ``served``, which is released when they are sent."""
-        self._make_room()
+        try:
+            self._make_room()
+        except BaseException:
+            served.release()
+            raise
         self._releases.append(served.release)
         size, end = served.view.nbytes, row.offset + row.length
         if size > CHUNK_BYTES or (end != size if row.whole else end > size):
@@ -250,9 +262,10 @@ class Outbox:
         self._bytes += len(data)
 
     def flush(self) -> None:
-        """Send all answers and release what they were made of."""
+        """Send all answers and release what they were made of, within HOLD_S."""
         if self._views:
-            self._stream.send_paced(self._views)
+            with self._stream.within(HOLD_S):
+                self._stream.send_paced(self._views)
         self.release()
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from groupio.errors import InvalidInput
@@ -184,6 +184,19 @@ class Stream:
         except OSError:
             return False
         return False
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether ``shut`` was called."""
+        return self._shut
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Bound the waits in the context by so many seconds, too; after an error for good."""
+        deadline = self.deadline
+        self.deadline = min(deadline, time.monotonic() + seconds)
+        yield
+        self.deadline = deadline
 
     def shut(self) -> None:
         """End all waits on the stream, from any thread; its user then closes it."""

@@ -27,10 +27,12 @@ from groupio.fabric.base import (
     MISSING,
     RANGE,
     REFUSED,
+    STOPPED,
     Fabric,
     FabricFailed,
     Outcome,
     Provider,
+    Stop,
     Want,
     check_wants,
     failed,
@@ -121,15 +123,17 @@ class TcpFabric(Fabric):
         *,
         deadline: float,
         on_done: Callable[[int, Outcome], None] | None = None,
+        stop: Stop | None = None,
     ) -> list[Outcome]:
         """See ``Fabric``. Also InvalidInput for an address that is not ``tcp://host:port``."""
         parse_address(address)
         check_wants(job, wants)
         pull = Pull(wants, on_done, self._streams)
+        stop = stop or Stop()
         peer = (address, job)
         self._on_streams(
             len(pull.batches),
-            lambda extra: self._pull_on_one(pull, peer, deadline, extra=extra),
+            lambda extra: self._pull_on_one(pull, peer, deadline, stop, extra=extra),
         )
         return pull.finish_all()
 
@@ -185,28 +189,36 @@ class TcpFabric(Fabric):
             for thread in threads:
                 thread.join()
 
-    def _pull_on_one(self, pull: Pull, peer: Peer, deadline: float, *, extra: bool) -> None:
+    def _pull_on_one(
+        self, pull: Pull, peer: Peer, deadline: float, stop: Stop, *, extra: bool
+    ) -> None:
         try:
-            stream = self._peers.take(peer, deadline, extra=extra)
+            stream = self._peers.take(peer, deadline, stop, extra=extra)
         except OSError as error:
             # Without its extra streams a pull is slower, no more.
             if not extra:
-                log.warning("no data connection to %s: %s", peer[0], error)
-                pull.reason = self._reason(error)
+                pull.reason = self._why(error, stop, "no data connection to %s: %s", peer)
             return
         if stream is None:
             return
         asked: list[tuple[int, int]] = []
         usable = False
         try:
-            self._converse(stream, pull, peer, asked)
-            usable = True
+            with stop.waking(stream.shut):
+                self._converse(stream, pull, peer, asked)
+            usable = not stream.is_shut
         except OSError as error:
-            log.warning("a pull from %s failed: %s", peer[0], error)
-            pull.reason = self._reason(error)
+            pull.reason = self._why(error, stop, "a pull from %s failed: %s", peer)
             pull.fail(asked)
         finally:
             self._peers.give(peer, stream, usable=usable)
+
+    def _why(self, error: OSError, stop: Stop, what: str, peer: Peer) -> str:
+        """The reason of a failed pull, which is logged unless the caller wanted it."""
+        if stop.is_set:
+            return STOPPED
+        log.warning(what, peer[0], error)
+        return self._reason(error)
 
     def _converse(
         self, stream: Stream, pull: Pull, peer: Peer, asked: list[tuple[int, int]]
@@ -244,7 +256,7 @@ class TcpFabric(Fabric):
 
     def _probe_on_one(self, peer: Peer, nbytes: int, deadline: float) -> tuple[float, float]:
         """When ``nbytes`` were asked for and when they had all come."""
-        stream = self._peers.take(peer, deadline, extra=False)
+        stream = self._peers.take(peer, deadline, Stop(), extra=False)
         assert stream is not None
         usable = False
         try:

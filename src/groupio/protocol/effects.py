@@ -402,7 +402,8 @@ class DropContent(_Effect, frozen=True):
 
 
 class CancelJob(_Effect, frozen=True):
-    """Stop the job; feed JobIdle back."""
+    """Stop the job; feed JobIdle back once nobody uses its memory, neither threads nor peers that
+    get chunks from it. That takes bounded time."""
 
     group: int
 

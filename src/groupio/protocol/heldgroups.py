@@ -29,7 +29,7 @@ class HeldGroups(Standby, NodeState):
         group = self.groups.get(event.group)
         if group is None or group.hashed is not None:
             return []
-        group.hashed, group.resting = event.report, True
+        group.hashed = event.report
         said = self._say(group, ev.NodeHashed(group.number, self.node, event.report))
         return said + self._run_order(group)
 
@@ -49,7 +49,6 @@ class HeldGroups(Standby, NodeState):
         if not group.orders or group.aborting or group.hashed is None:
             return []
         order = group.orders[0]
-        group.resting = False
         return [
             fx.RunOrder(
                 group=group.order.group,

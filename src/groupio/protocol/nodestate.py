@@ -64,7 +64,7 @@ class NodeGroup:
     said: list[Any] = field(default_factory=list)
     """What was reported of a planned group, in order: a controller may not have heard it."""
     resting: bool = False
-    """The job has done all that it was told, and told so."""
+    """The job has stored all, and told so."""
     closing: fx.CloseGroup | None = None
     """The group is decided; its memory is given back once its job is idle."""
 
@@ -76,8 +76,9 @@ class NodeGroup:
 
     @property
     def quiet(self) -> bool:
-        """No thread touches the group's memory or segments."""
-        return not self.started or self.idle or (self.resting and not self.orders)
+        """Nobody touches the group's memory or segments. Of a planned group peers may be getting
+        chunks: only its cancelled job knows."""
+        return not self.started or self.idle or (self.resting and not self.order.planned)
 
 
 @dataclass(slots=True)

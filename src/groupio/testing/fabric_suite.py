@@ -45,6 +45,7 @@ from groupio.fabric.base import (
 )
 from groupio.fabric.pacing import Pacer
 from groupio.model import CHUNK_BYTES
+from groupio.testing.fabric_stops import StopTests
 from groupio.testing.holdings import JOB, MIB, TOKEN, Holdings, eventually, soon, want
 
 SIZES = (0, 1, 63, 64, 4096, 65_535, 65_536, 65_537, MIB, MIB + 1, CHUNK_BYTES - 1, CHUNK_BYTES)
@@ -61,7 +62,7 @@ def serve_in_child(
     pipe.recv()
 
 
-class FabricSuite(abc.ABC):
+class FabricSuite(StopTests, abc.ABC):
     """Tests that every fabric passes; see the module for how to use them."""
 
     @staticmethod
