@@ -24,9 +24,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("greeting", [GREETING, GREETING[:12] + bytes(52)], ids=["CURVE", "none"])
-def test_a_stranger_cannot_announce_much(
-    caplog: pytest.LogCaptureFixture, greeting: bytes
-) -> None:
+def test_a_stranger_cannot_announce_much(caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
     async def main() -> None:
         async with Pair() as pair:
             before = resident()

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from nodes_help import call_save, committed, outcomes, released, save
+from nodes_help import (
+    MIB,
+    Cluster,
+    call_save,
+    committed,
+    outcomes,
+    released,
+    save,
+    until,
+)
 
 from groupio.errors import GroupIOError
 
@@ -34,3 +43,10 @@ def test_the_fabric_of_the_others_is_used_again_at_once(make_cluster: Any) -> No
     assert committed(found), found
     links = {n["node"]: n["fabric_ok"] for n in cluster.ruler.status()["jobs"][0]["nodes"]}
     assert all(one["times"]["replicated"] for one in found), (links, found)
+    until(lambda: budgets(cluster) == [256 * MIB] * 3, 20, cluster.logs)
+
+
+def budgets(cluster: Cluster) -> list[Any]:
+    """What the controller shows of each node's memory, whichever node it is on."""
+    nodes = cluster.ruler.status()["jobs"][0]["nodes"]
+    return [node["memory"] and node["memory"]["budget"] for node in nodes]

@@ -19,6 +19,7 @@ from blake3 import blake3
 import groupio
 from groupio.agent.election import Election, is_elsewhere, is_of_tokens, other_token
 from groupio.agent.errands import Errands
+from groupio.agent.status import tell_memory
 from groupio.agent.unjoined import LOOK_S, Unjoined
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
@@ -126,7 +127,8 @@ class Joining:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
             self.unjoined.note(error.message)
             if self._job.opens:
-                self._later("prepare", RETRY_S, self._prepare_again)
+                again = lambda: self.begin(create=bool(self._job.opens))  # noqa: E731
+                self._later("prepare", RETRY_S, again)
             self._driver.desk.settle_without(self._job, error)
             return
         if made is None:
@@ -138,13 +140,11 @@ class Joining:
         self._election = made
         self._perform(self._machine.start())
 
-    def _prepare_again(self) -> None:
-        self.begin(create=bool(self._job.opens))
-
     def _look(self) -> None:
         """Members of saves that no controller takes hear of it in time, from the first one on."""
         if self._machine.joined:
             self.unjoined.over()
+            tell_memory(self._driver, self._job)
         else:
             self.unjoined.look()
         self._later("look", LOOK_S, self._look)

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from groupio.controller.keys import Keys
 from groupio.errors import InvalidInput
 from groupio.protocol.linkframe import FRAME_BYTES_MAX
+from groupio.seldom import Seldom
 
 HIGH_WATER = 512
 """Most frames that a connection keeps in each direction; further ones are lost, and sent again."""
@@ -38,7 +38,6 @@ REFUSED_LOG_S = 10.0
 """A refused address is logged once in so many seconds."""
 
 _TURN = 64
-_REFUSED_KEPT = 1024
 _DOMAIN = b"groupio"
 _log = logging.getLogger("groupio.control")
 
@@ -205,19 +204,12 @@ class Refusals:
     """Logs the addresses that were refused, each once in a while; any thread."""
 
     def __init__(self) -> None:
-        self._logged: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._logged = Seldom(REFUSED_LOG_S)
 
     def add(self, peer: str) -> None:
         """A peer without the right key."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._logged.get(peer, -REFUSED_LOG_S) < REFUSED_LOG_S:
-                return
-            if len(self._logged) >= _REFUSED_KEPT:
-                self._logged.clear()
-            self._logged[peer] = now
-        _log.warning("refused a control connection from %s: wrong or missing key", peer)
+        if self._logged.is_due(peer):
+            _log.warning("refused a control connection from %s: wrong or missing key", peer)
 
 
 class Gate:

@@ -35,7 +35,6 @@ from groupio.fabric.base import (
     DEADLINE,
     DIGEST,
     GONE,
-    LOST,
     MISSING,
     RANGE,
     REFUSED,
