@@ -23,23 +23,33 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
+async def announce(pair: Pair, greeting: bytes) -> None:
+    """A stranger that sends a frame of HUGE bytes until it is cut off."""
+    host, port = split_address(pair.server.address)
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(greeting + bytes([LONG_COMMAND]) + HUGE.to_bytes(8, "big"))
+    with contextlib.suppress(OSError):
+        for _ in range(64):
+            writer.write(bytes(1 << 20))
+            await asyncio.wait_for(writer.drain(), 5)
+    with contextlib.suppress(OSError):
+        await asyncio.wait_for(reader.read(), 5)  # until the other side closes
+    writer.close()
+
+
 @pytest.mark.parametrize("greeting", [GREETING, GREETING[:12] + bytes(52)], ids=["CURVE", "none"])
 def test_a_stranger_cannot_announce_much(caplog: pytest.LogCaptureFixture, greeting: bytes) -> None:
     async def main() -> None:
         async with Pair() as pair:
             before = resident()
-            host, port = split_address(pair.server.address)
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(greeting + bytes([LONG_COMMAND]) + HUGE.to_bytes(8, "big"))
-            with contextlib.suppress(OSError):
-                for _ in range(64):
-                    writer.write(bytes(1 << 20))
-                    await asyncio.wait_for(writer.drain(), 5)
-            with contextlib.suppress(OSError):
-                await asyncio.wait_for(reader.read(), 5)  # until the other side closes
-            assert resident() - before < 16 << 20
+            # The system may be too busy to say who it was, but not each time.
+            for _ in range(20):
+                await announce(pair, greeting)
+                assert resident() - before < 16 << 20
+                await until(lambda: refused(caplog))
+                if "127.0.0.1" in str(refused(caplog)):
+                    break
             await pair.connected()
-            await until(lambda: refused(caplog))
 
     asyncio.run(main())
     assert any("127.0.0.1" in line for line in refused(caplog)), refused(caplog)

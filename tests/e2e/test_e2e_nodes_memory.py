@@ -28,7 +28,7 @@ def total(cluster: Cluster, source: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["n1", "n9"], ids=["same name", "another machine"])
-@pytest.mark.parametrize("hurry", [True, False])
+@pytest.mark.parametrize("hurry", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_the_lost_bytes_come_from_the_other_nodes(
     make_cluster: Any, name: str, *, hurry: bool
 ) -> None:

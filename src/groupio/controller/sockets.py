@@ -38,6 +38,7 @@ REFUSED_LOG_S = 10.0
 """A refused address is logged once in so many seconds."""
 
 _TURN = 64
+_UNKNOWN_BYTES = 64 << 20
 _DOMAIN = b"groupio"
 _log = logging.getLogger("groupio.control")
 
@@ -103,6 +104,21 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str) ->
     sock.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
     return sock
+
+
+def listen_slowly(host: str, port: int) -> int:
+    """A descriptor that listens at ``host``; what connections bring is read once they are known.
+
+    The system says that they have something to read when the Monitor has noted who they are. Until
+    then a peer that sends nonsense at once is not gone. OSError when it cannot listen there.
+    """
+    family, _, _, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.create_server(target[:2], family=family, backlog=100) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _UNKNOWN_BYTES)
+        sock.setblocking(False)
+        return sock.detach()
 
 
 class Handshakes:
@@ -282,14 +298,18 @@ class Monitor:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        failed = False
+        failed, proved = False, 0
+        since: dict[int, int] = {}
+        """By descriptor, how many had proved their keys when it was accepted."""
         while True:
             event = parse_monitor_message(self._events.recv_multipart())
             kind, value = event["event"], int(event["value"])
             if kind == zmq.EVENT_MONITOR_STOPPED:
                 break
             if kind == zmq.EVENT_ACCEPTED:
-                self._peers[value] = _peer_of(value)
+                self._peers[value], since[value] = _peer_of(value), proved
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                proved += 1  # whose it was is not said
             elif kind in (
                 zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
@@ -297,7 +317,8 @@ class Monitor:
                 failed = True  # the next event is its disconnection, which has the descriptor
             elif kind == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, "")
-                if failed:
+                # What is no message at all ends without a word of a handshake.
+                if (since.pop(value, -1) == proved) | failed:
                     self._refusals.add(peer or "a peer that was gone at once")
                 failed = False
         self._events.close()
@@ -307,5 +328,6 @@ def _peer_of(fd: int) -> str:
     """The address at the other end of a connection of this process, "" when it is closed."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
         peer: tuple[Any, ...] = copy.getpeername()
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return str(peer[0])
     return ""

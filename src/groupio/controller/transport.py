@@ -26,6 +26,7 @@ from groupio.controller.sockets import (
     Parts,
     Refusals,
     join_address,
+    listen_slowly,
     new_socket,
     numeric,
     require_client_key,
@@ -197,9 +198,12 @@ class ControlServer:
         self._monitor = Monitor(self._context, sock, refusals)
         self._socket = LoopSocket(loop, sock, self._came)
         self._open = True
+        port = split_address(address)[1]
         try:
-            sock.bind(join_address(host, split_address(address)[1]))
-        except zmq.ZMQError as error:
+            listener = listen_slowly(host, port)
+            sock.setsockopt(zmq.USE_FD, listener)
+            sock.bind(join_address(host, port))
+        except OSError as error:
             self.close()
             raise InvalidInput(
                 f"cannot listen on {address}: {error.strerror}; choose another address"
