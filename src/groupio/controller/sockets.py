@@ -38,7 +38,7 @@ REFUSED_LOG_S = 10.0
 """A refused address is logged once in so many seconds."""
 
 _TURN = 64
-_UNKNOWN_BYTES = 64 << 20
+_UNKNOWN_BYTES = 1 << 20
 _DOMAIN = b"groupio"
 _log = logging.getLogger("groupio.control")
 

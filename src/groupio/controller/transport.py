@@ -200,10 +200,9 @@ class ControlServer:
         self._open = True
         port = split_address(address)[1]
         try:
-            listener = listen_slowly(host, port)
-            sock.setsockopt(zmq.USE_FD, listener)
+            sock.setsockopt(zmq.USE_FD, listen_slowly(host, port))
             sock.bind(join_address(host, port))
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise InvalidInput(
                 f"cannot listen on {address}: {error.strerror}; choose another address"
