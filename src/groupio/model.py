@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 4 << 20
 """A chunk is at most this many bytes of one item."""
 
+REPLICAS_MAX = 16
+"""More copies than this are taken for a mistake."""
+
 PACK_ITEM_BYTES = 1 << 20
 """Items smaller than this share a pack instead of starting on a page of their own."""
 

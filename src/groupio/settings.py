@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from groupio.errors import InvalidInput
+from groupio.model import REPLICAS_MAX
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_FABRICS = ("tcp", "mooncake", "torch")
-_NODE = re.compile(r"[A-Za-z0-9_.]{1,64}")
+_FABRICS = ("tcp", "mooncake", "mooncake-keyless", "torch")
+_NODE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)"
 _LISTEN = re.compile(rf"{_HOST}(?::\d{{1,5}})?")
 _CONTROLLER = re.compile(
@@ -61,7 +62,8 @@ class Settings:
     read_threads: int | None = None
     """Threads of a load (None: twice the CPUs of this process, at most 8)."""
     node: str | None = None
-    """This node's name among the nodes of a job (None: the host name)."""
+    """This node's name among the nodes of a job (None: the host name); hyphens become
+    underscores."""
     controller: str | None = None
     """Where the controller of a job is: ``local`` (this node's agent), ``store`` (a record in the
     store says so), ``tcp://HOST:PORT`` or ``etcd://HOST:PORT[,HOST:PORT]`` (None: ``local`` or
@@ -71,7 +73,9 @@ class Settings:
     there is a token (``GROUPIO_TOKEN``, ``GROUPIO_TOKEN_FILE``), else loopback only."""
     fabric: str = "tcp"
     """How bytes move between nodes: ``tcp``, ``mooncake``, or ``torch``: then
-    ``groupio.torch.load`` moves them by the job's process group; agents use ``tcp``."""
+    ``groupio.torch.load`` moves them by the job's process group; agents use ``tcp``. The engine's
+    own ports have no key, so ``mooncake`` serves loopback only; ``mooncake-keyless`` is the same at
+    any address, for a network that only the job's nodes reach."""
     foreground_share: float = 0.1
     """The share of its speed to which storage traffic of a node keeps while a rank is in
     ``Client.foreground()``: 0 pauses it, 1 lets all of it pass."""
@@ -80,7 +84,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check(self.memory_bytes is None or self.memory_bytes >= 16 << 20, self, "memory_bytes")
-        _check(_is_count(self.replicas, 1, 64), self, "replicas")
+        _check(_is_count(self.replicas, 1, REPLICAS_MAX), self, "replicas")
         for name in ("uplink_bytes_per_s", "fabric_bytes_per_s", "backend_bytes_per_s"):
             value = getattr(self, name)
             _check(value is None or 0 < value < math.inf, self, name)
@@ -170,7 +174,7 @@ _SECONDS = "a number of seconds, 0 or more"
 _RATE = "bytes per second, more than 0, such as 2000000000, 2G or 12.5GB/s"
 _EXPECTED = {
     "memory_bytes": "a size of at least 16 MiB, such as 8589934592, 8G or 64GiB",
-    "replicas": "a whole number from 1 to 64",
+    "replicas": f"a whole number from 1 to {REPLICAS_MAX}",
     "uplink_bytes_per_s": _RATE,
     "fabric_bytes_per_s": _RATE,
     "failure_domain": "a name",
@@ -181,7 +185,7 @@ _EXPECTED = {
     "connect_timeout_s": _SECONDS,
     "close_timeout_s": _SECONDS,
     "read_threads": "a whole number from 1 to 256",
-    "node": "a name of 1 to 64 letters, digits, dots and underscores",
+    "node": "a name of 1 to 64 letters, digits, dots, hyphens and underscores",
     "controller": "local, store, tcp://HOST:PORT or etcd://HOST:PORT[,HOST:PORT]",
     "listen": "HOST or HOST:PORT",
     "fabric": f"one of {', '.join(_FABRICS)}",

@@ -12,7 +12,9 @@ from groupio.settings import Settings
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("fabric", "own"), [("tcp", 0), ("mooncake", 64 * MIB)])
+@pytest.mark.parametrize(
+    ("fabric", "own"), [("tcp", 0), ("mooncake", 64 * MIB), ("mooncake-keyless", 64 * MIB)]
+)
 def test_arenas_get_what_the_fabric_leaves(
     paths: process.RuntimePaths, fabric: str, own: int
 ) -> None:

@@ -11,7 +11,16 @@ import pytest
 
 from groupio.agent import links as module
 from groupio.agent.links import Links
-from groupio.fabric.base import LOST, MISSING, REFUSED, STOPPED, Fabric, FabricFailed, Outcome
+from groupio.fabric.base import (
+    GONE,
+    LOST,
+    MISSING,
+    REFUSED,
+    STOPPED,
+    Fabric,
+    FabricFailed,
+    Outcome,
+)
 from groupio.model import NodeLink
 
 MIB = 1 << 20
@@ -20,16 +29,17 @@ BROKEN = Outcome(False, LOST, 0)
 
 
 class Engine:
-    """A fabric whose probes fail until they are allowed."""
+    """A fabric whose probes fail until they are allowed, but for those of ``living``."""
 
     def __init__(self) -> None:
         self.works = threading.Event()
+        self.living: set[str] = set()
         self.reason = LOST
         self.probed = threading.Semaphore(0)
 
     def probe(self, address: str, job: str, nbytes: int, deadline: float) -> float:
         self.probed.release()
-        if not self.works.is_set():
+        if not self.works.is_set() and address not in self.living:
             raise FabricFailed("nothing comes", self.reason)
         return 1e9
 
@@ -95,7 +105,7 @@ def test_a_broken_fabric_is_left_out_until_a_probe_gets_through(pool: ThreadPool
     assert told.links.link.fabric_ok
 
 
-@pytest.mark.parametrize("reason", [MISSING, REFUSED, STOPPED])
+@pytest.mark.parametrize("reason", [MISSING, GONE, REFUSED, STOPPED])
 def test_a_peer_that_gives_nothing_says_nothing_of_the_fabric(
     pool: ThreadPoolExecutor, reason: str
 ) -> None:
@@ -111,9 +121,13 @@ def test_a_peer_that_gives_nothing_says_nothing_of_the_fabric(
     told.engine.works.set()
 
 
-def test_a_peer_that_refuses_a_probe_has_been_reached(pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("reason", [GONE, REFUSED])
+def test_a_peer_that_refuses_a_probe_has_been_reached(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(module, "PROBES_MAX", 1_000_000)
     told = Told(pool)
-    told.engine.reason = REFUSED
+    told.engine.reason = reason
     told.links.pulled("tcp://n1:1", "job", [BROKEN], 0.1)
     for _ in range(2):
         assert told.news.acquire(timeout=30)
@@ -128,6 +142,23 @@ def test_another_peer_shows_that_the_fabric_works(pool: ThreadPoolExecutor) -> N
     assert not told.links.link.fabric_ok
     told.links.pulled("tcp://n2:1", "job", [Outcome(True, "", 10)], 0.1)
     assert told.links.link.fabric_ok
+
+
+def test_a_peer_that_lives_is_probed_where_another_one_is_silent(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROBES_MAX", 1_000_000)
+    told = Told(pool)
+    for number in range(1 + module.PEERS_MAX):
+        told.links.pulled(f"tcp://n{number}:1", "job", [Outcome(True, "", 10)], 0.1)
+    told.links.pulled("tcp://n4:1", "job", [BROKEN], 0.1)
+    assert told.news.acquire(timeout=30)
+    told.engine.living.add("tcp://n0:1")
+    assert not told.news.acquire(timeout=0.1), "only the last ones are probed"
+    told.engine.living.add("tcp://n1:1")
+    assert told.news.acquire(timeout=30)
+    assert told.links.link.fabric_ok
+    told.links.close()
 
 
 def test_a_peer_that_is_gone_is_given_up(

@@ -18,6 +18,7 @@ from groupio.agent.network import Network, _listen
 from groupio.controller import messages as cm
 from groupio.controller.transport import ControlClient
 from groupio.errors import ControllerLost, GroupIOError, InvalidInput, from_wire
+from groupio.fabric.open import open_fabric
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
@@ -205,6 +206,20 @@ def test_without_a_token_only_this_machine_is_let_in(closed: list[str]) -> None:
     with pytest.raises(InvalidInput, match="GROUPIO_TOKEN"):
         made(listen="0.0.0.0:0")
     assert sorted(closed) == ["Reads", "TcpFabric"]
+
+
+def test_an_engine_without_a_key_serves_others_only_when_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("mooncake.engine", reason="peer not installed: mooncake")
+    monkeypatch.setenv("GROUPIO_TOKEN", TOKEN)
+    for listen in (None, "0.0.0.0:0", "10.0.0.7", "node7:9"):
+        with pytest.raises(InvalidInput, match="GROUPIO_FABRIC=mooncake-keyless"):
+            made(fabric="mooncake", listen=listen)
+    for host in ("127.0.0.1", "[::1]", "localhost"):
+        open_fabric(Settings(fabric="mooncake"), host, host, b"t", 64 << 20).close()
+    told = Settings(fabric="mooncake-keyless")
+    open_fabric(told, "10.0.0.7", "127.0.0.1", b"t", 64 << 20).close()
 
 
 def test_an_address_of_another_machine_is_an_error_of_the_settings(

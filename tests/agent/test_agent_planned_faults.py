@@ -328,6 +328,7 @@ def test_a_fetch_that_fails_does_not_wait_for_a_pull(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "PEER_WAIT_S", 2 * WAIT_S)
+    monkeypatch.setattr(fetching, "STAY_S", 0.2)
     source, target = nodes("n0"), nodes("n1")
     own = hash_as(target, 1, large(2, 2))
     strange, room = wait_for_nothing(source, target, keep=True)
@@ -340,6 +341,31 @@ def test_a_fetch_that_fails_does_not_wait_for_a_pull(
     nodes.before_write = fail
     order = NodeOrder(np.arange(len(own.chunks)), (strange,), False)
     target.flush.run_order(1, order, {"n0": source.address}, room)
+    assert "the store is away" in target.next("failed").message
+
+
+def test_copies_come_though_nothing_can_be_written(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = nodes("n0"), nodes("n1")
+    report, own = source.hash(large(1, 3)), hash_as(target, 1, large(2, 2))
+    failed, pull = threading.Event(), target.fabric.pull
+
+    def pull_late(*args: Any, **named: Any) -> Any:
+        assert failed.wait(WAIT_S)
+        time.sleep(0.1)  # so that the failure is known everywhere
+        return pull(*args, **named)
+
+    def fail(offset: int) -> None:
+        failed.set()
+        raise StorageError("the store is away", path="/store")
+
+    monkeypatch.setattr(target.fabric, "pull", pull_late)
+    nodes.before_write = fail
+    part = moved(report, every(report), keep=True, write=False)
+    order = NodeOrder(np.arange(len(own.chunks)), (part,), False)
+    target.flush.run_order(1, order, {"n0": source.address}, (target.room(),))
+    assert len(target.next("replicated")[1]) == 3
     assert "the store is away" in target.next("failed").message
 
 

@@ -18,12 +18,12 @@ def no_agent_left(groupio: Command) -> Iterator[None]:
 @pytest.mark.usefixtures("no_agent_left")
 def test_options_without_a_command_start_the_agent(groupio: Command) -> None:
     options = ("--memory", "64MiB", "--uplink", "12.5GB/s", "--fabric", "25GB/s")
-    options += ("--domain", "rack-3", "--node", "n7", "--listen", "127.0.0.1", "--idle", "never")
+    options += ("--domain", "rack-3", "--node", "gpu-7", "--listen", "127.0.0.1", "--idle", "never")
     first = groupio("agent", *options, "--controller", "store", "--json")
     assert (first.code, first.json["started"]) == (0, True)
     agent = groupio("status", "--json").json["agent"]
     assert agent["memory"]["budget"] == 64 << 20
-    assert agent["node"] == "n7"
+    assert agent["node"] == "gpu_7"
 
     again = groupio("agent", "run", "--memory", "32MiB")
     assert again.code == 0

@@ -32,6 +32,7 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
     job |= {"nodes": [node | {"has_controller": True}], "groups": [group, late]}
     lost = node | {"node": "n1", "fabric_ok": False, "has_controller": False}
     job["nodes"].append(lost)
+    job["nodes"][0]["memory"] = {"budget": 8 << 30, "leased": 5 << 30, "cache": 1 << 30}
     lines = shown(
         {
             "agent": agent | {"memory": memory, "cache_bytes": 2 << 20},
@@ -44,7 +45,7 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
         ("tcp://h:9, term 7", "3.0 GiB"),
         ("here, not found yet", "-"),
         ("/s is away for 2 min", "[stale] handle"),
-        ("rack-3", "12.5 GB/s", "25 GB/s", "tcp://h:1", "controller"),
+        ("rack-3", "12.5 GB/s", "25 GB/s", "5.0 GiB of 8.0 GiB", "tcp://h:1", "controller"),
         ("n1", "off"),
         ("storing", "staged, replicated", "4 of 4", "nodes n1, n2"),
         ("gathering", "ranks 1-2; nodes n1, n2"),

@@ -222,6 +222,12 @@ def test_connect_refuses_wrong_arguments(
     assert agent.starts == 0
 
 
+def test_settings_allow_as_many_copies_as_groups_do() -> None:
+    assert groupio.Settings(replicas=16).replicas == 16
+    with pytest.raises(groupio.InvalidInput, match="from 1 to 16"):
+        groupio.Settings(replicas=17)
+
+
 @pytest.mark.parametrize("store", ["", "a\0b", "s3://bucket/x", b"bytes", 5])
 def test_connect_refuses_what_is_no_store(agent: FakeAgent, store: Any) -> None:
     with pytest.raises(groupio.InvalidInput, match="store"):

@@ -25,6 +25,18 @@ from groupio.protocol import messages as msg
 
 RANK = Path(__file__).with_name("rank_process.py")
 
+on_loopback: set[str] = set()
+"""Tests whose nodes should have a network of their own, and had none."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where tests of several nodes proved less than they could."""
+    if on_loopback:
+        terminalreporter.write_line(
+            f"{len(on_loopback)} tests of several nodes ran on loopback: network namespaces need "
+            "root"
+        )
+
 
 class Rank:
     """A rank process under the test's control."""
@@ -207,11 +219,15 @@ def node(make_node: Callable[..., Node]) -> Node:
 
 
 @pytest.fixture
-def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def make_cluster(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Cluster]]:
     """Makes clusters of so many nodes; in network namespaces as root, else on loopback."""
     made: list[Cluster] = []
 
     def make(size: int, *, loopback: bool = False, **settings: Any) -> Cluster:
+        if not usable() and not loopback:
+            on_loopback.add(request.node.nodeid)
         net = Net(size) if usable() and not loopback else None
         made.append(Cluster(tmp_path / f"cluster{len(made)}", size, net, **settings))
         return made[-1]

@@ -14,7 +14,7 @@ pytest.importorskip("mooncake.engine", reason="peer not installed: mooncake", ex
 from groupio.errors import InvalidInput
 from groupio.fabric import mooncake as fabric_module
 from groupio.fabric import mooncake_engine
-from groupio.fabric.base import DIGEST, LOST, REFUSED
+from groupio.fabric.base import DIGEST, GONE, LOST, REFUSED
 from groupio.fabric.mooncake import MooncakeFabric
 from groupio.fabric.mooncake_engine import Engine, slots_of
 from groupio.fabric.open import fabric_bytes, open_fabric
@@ -141,7 +141,7 @@ def test_slot_that_was_used_again_makes_no_liar(monkeypatch: pytest.MonkeyPatch)
         address = serving.serve(holdings)
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "fetched", late)
-            assert fabric.pull(address, JOB, [one], deadline=soon())[0].error == LOST
+            assert fabric.pull(address, JOB, [one], deadline=soon())[0].error == GONE
         assert fabric.pull(address, JOB, [one], deadline=soon())[0].ok
 
 

@@ -67,6 +67,15 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "5 seeds, 0 violations" in capsys.readouterr().out
 
 
+def test_a_replay_writes_its_figures_too(tmp_path: Path) -> None:
+    file = tmp_path / "sim.json"
+    sizes = ["--members", "4", "--agents", "2", "--epochs", "3"]
+    assert main(["--seed", "7", *sizes, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert (found["seeds"], found["first_seed"], found["violations"]) == (1, 7, 0)
+    assert found["events"] > 0
+
+
 def test_a_failing_seed_prints_its_replay(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--members", "2", "--agents", "1", "--epochs", "3"]
     assert main(["--seeds", "10", "--seed", "0", "--jobs", "1", "--without", "fsync", *sizes]) == 1

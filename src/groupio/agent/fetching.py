@@ -30,6 +30,9 @@ BATCH_BYTES = 16 << 20
 PEER_WAIT_S = 60.0
 """How long a peer may take for one batch."""
 
+STAY_S = 5.0
+"""After a write that failed, what stays is pulled for so long: copies need no store."""
+
 Write = Callable[[memoryview, npt.NDArray[np.int64], Fetch, npt.NDArray[np.int64]], None]
 """Write rows of a fetch that lie in memory: the view, their starts in it, the fetch, the rows."""
 
@@ -72,12 +75,23 @@ class _Round:
     left: int = 0
     stop: Stop = field(default_factory=Stop)
     """Ends the pulls under way, which are of no use."""
+    no_writes: Stop = field(default_factory=Stop)
+    """Ends the pulls of what would only be written."""
     thin: bool = False
     """Something that was to stay did not come."""
 
     def over(self) -> bool:
         """Nothing more is to be begun."""
         return self.stop.is_set or self.stopped()
+
+    def write_no_more(self) -> bool:
+        """Nothing more is to be written."""
+        return self.no_writes.is_set or self.over()
+
+    def end(self) -> None:
+        """End all pulls under way."""
+        self.no_writes.set()
+        self.stop.set()
 
 
 class Fetcher:
@@ -135,7 +149,8 @@ class Fetcher:
         ``write`` must be done with their memory when it returns. ``kept`` is called once all that
         stays is here, whatever is still to be written; ``meanwhile`` in this thread, while the
         others pull. On return, or after an error, no thread uses the memory any more.
-        What does not fit into the ``rooms``, which are of one arena, is missing too.
+        What does not fit into the ``rooms``, which are of one arena, is missing too. After a write
+        that failed, what stays is still brought, for STAY_S at most.
         """
         self._enter(rooms)
         run = _Round(addresses, rooms, write, stopped, kept)
@@ -157,8 +172,8 @@ class Fetcher:
         try:
             if kept is not None and not stay:
                 kept()
-            with self._stop.waking(run.stop.set):
-                results = self._run(run, (*stay, *pass_on), meanwhile)
+            with self._stop.waking(run.end):
+                results = self._run(run, stay, pass_on, meanwhile)
         finally:
             for digests in coming:
                 self._holdings.expect_no_more(self._job, digests)
@@ -169,27 +184,36 @@ class Fetcher:
     def _run(
         self,
         run: _Round,
-        steps: Sequence[Callable[[], Fetched]],
+        stay: Sequence[Callable[[], Fetched]],
+        pass_on: Sequence[Callable[[], Fetched]],
         meanwhile: Callable[[], None],
     ) -> list[Fetched]:
-        def guarded(step: Callable[[], Fetched]) -> Fetched:
+        def guarded(step: Callable[[], Fetched], failed: Callable[[], None]) -> Fetched:
             try:
                 return step()
             except BaseException:
-                run.stop.set()
+                failed()
                 raise
 
-        under_way: list[Future[Fetched]] = []
+        staying: list[Future[Fetched]] = []
+        passing: list[Future[Fetched]] = []
         try:
-            for step in steps:
-                under_way.append(self._pool.submit(guarded, step))
+            for step in stay:
+                staying.append(self._pool.submit(guarded, step, run.end))
+            for step in pass_on:
+                passing.append(self._pool.submit(guarded, step, run.no_writes.set))
             meanwhile()
         except BaseException:
-            run.stop.set()
+            run.no_writes.set()
             raise
         finally:
-            wait(under_way)  # also after an error: the others still use the memory
-        return [done.result() for done in under_way]
+            # Also after an error: the others still use the memory.
+            wait(passing)
+            if run.no_writes.is_set:
+                wait(staying, STAY_S)
+                run.end()
+            wait(staying)
+        return [done.result() for done in (*staying, *passing)]
 
     def _are_kept(self, part: Fetch) -> npt.NDArray[np.bool_]:
         with self._lock:
@@ -213,7 +237,7 @@ class Fetcher:
             batch = _Batch(part.digests[mine], lengths, _places(run.rooms, starts, lengths))
             here = np.zeros(len(mine), np.bool_)
             try:
-                here = self._pull(run, batch, peers, liars)
+                here = self._pull(run, batch, peers, liars, run.stop)
             finally:
                 self._keep(batch, starts, here, run.rooms[0].arena)
             missing.append(batch.digests[~here])
@@ -236,16 +260,16 @@ class Fetcher:
         room = max(int(part.lengths[mine].sum()) for mine in batches)
         view = memoryview(mmap.mmap(-1, max(room, 1)))
         for mine in batches:
-            if run.over():
+            if run.write_no_more():
                 break
             lengths = part.lengths[mine]
             starts = np.cumsum(lengths) - lengths
             whole = [Room(view, -1, 0)]
             batch = _Batch(part.digests[mine], lengths, _places(whole, starts, lengths))
-            here = self._pull(run, batch, peers, liars)
+            here = self._pull(run, batch, peers, liars, run.no_writes)
             missing.append(batch.digests[~here])
             wanted = here & part.write[mine]
-            if wanted.any() and not run.over():
+            if wanted.any() and not run.write_no_more():
                 run.write(view, starts[wanted], part, mine[wanted])
         return _fetched(missing, peers, liars)
 
@@ -313,13 +337,13 @@ class Fetcher:
         return start
 
     def _pull(
-        self, run: _Round, batch: _Batch, peers: list[str], liars: set[str]
+        self, run: _Round, batch: _Batch, peers: list[str], liars: set[str], stop: Stop
     ) -> npt.NDArray[np.bool_]:
         """Ask one peer after the other; which chunks came, bool[n]."""
         here = np.zeros(len(batch.lengths), np.bool_)
         for peer in peers:
             left = np.flatnonzero(~here)
-            if not len(left) or run.over():
+            if not len(left) or stop.is_set or run.over():
                 break
             wants = [
                 Want(batch.digests[i].tobytes(), 0, size, batch.into[i])
@@ -327,9 +351,7 @@ class Fetcher:
             ]
             pace, changes, began = self._fabric.pace, self._fabric.pace.changes, time.monotonic()
             address, deadline = run.addresses[peer], began + PEER_WAIT_S
-            outcomes = self._fabric.pull(
-                address, self._job, wants, deadline=deadline, stop=run.stop
-            )
+            outcomes = self._fabric.pull(address, self._job, wants, deadline=deadline, stop=stop)
             # A foreground interval says nothing of the link.
             steady = pace.share == 1 and pace.changes == changes
             seconds = time.monotonic() - began if steady else 0.0

@@ -38,7 +38,7 @@ def process_start(pid: int) -> int:
 
 def node_name(configured: str | None = None) -> str:
     """This node's name, in the characters that segment names allow."""
-    return configured or re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64] or "node"
+    return re.sub(r"[^A-Za-z0-9_.]", "_", configured or socket.gethostname())[:64] or "node"
 
 
 def reachable(host: str) -> str:

@@ -19,6 +19,7 @@ from blake3 import blake3
 import groupio
 from groupio.agent.election import Election, is_elsewhere, is_of_tokens, other_token
 from groupio.agent.errands import Errands
+from groupio.agent.status import tell_memory
 from groupio.agent.unjoined import LOOK_S, Unjoined
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
@@ -73,7 +74,7 @@ class Joining:
         self._preparing = False
         self._unheard: list[ev.MemberGone | ev.MemberFailed] = []
         """What happened to clients while there was no controller to tell."""
-        self._unjoined = Unjoined(driver, job)
+        self.unjoined = Unjoined(driver, job)
         self._locked_out = False  # the last controller that was tried has another token
         self._locked = ""  # its address, where this node has none
         self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
@@ -124,7 +125,7 @@ class Joining:
         self._preparing = False
         if error is not None:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
-            self._unjoined.note(error.message)
+            self.unjoined.note(error.message)
             if self._job.opens:
                 self._later("prepare", RETRY_S, lambda: self.begin(create=bool(self._job.opens)))
             self._driver.desk.settle_without(self._job, error)
@@ -141,9 +142,10 @@ class Joining:
     def _look(self) -> None:
         """Members of saves that no controller takes hear of it in time, from the first one on."""
         if self._machine.joined:
-            self._unjoined.over()
+            self.unjoined.over()
+            tell_memory(self._driver, self._job)
         else:
-            self._unjoined.look()
+            self.unjoined.look()
         self._later("look", LOOK_S, self._look)
 
     # -- what the rest of the agent says ----------------------------------------------------------
@@ -183,15 +185,15 @@ class Joining:
         With ``abort_unstaged`` also what is not staged yet. The controller goes on, here until
         the agent ends, then on another node.
         """
-        for failed in self._unjoined.drain():
+        for failed in self.unjoined.drain():
             self.tell(failed)
         if abort_unstaged:
             for opened in self._job.opens.values():
                 error = reasons.stopped(opened.epoch)
                 self.tell(ev.MemberFailed(opened.client, opened.save_id, error))
         if not self._machine.joined:
-            for opened in self._unjoined.waiting():
-                self._unjoined.fail(opened, reasons.draining(opened.epoch))
+            for opened in self.unjoined.waiting():
+                self.unjoined.fail(opened, reasons.draining(opened.epoch))
 
     def describe(self, request_id: int, answer: Callable[[dict[str, Any]], None]) -> bool:
         """Ask the controller elsewhere for the job's state; False when there is none."""
@@ -233,7 +235,7 @@ class Joining:
                 self._hang_up()
                 self._driver.reads.left(self._job)
                 # What the earlier controller had against this agent is its own affair.
-                self._unjoined.over()
+                self.unjoined.over()
                 groups = self._driver.groups_of(self._job)
                 if groups:
                     self._driver.tell_machine(ev.ControllerLeft(groups))
@@ -273,9 +275,9 @@ class Joining:
     def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
         if error is not None:
             log.warning("the controller of %s is not known: %s", self._job.path, error.message)
-            self._unjoined.note(error.message)
+            self.unjoined.note(error.message)
             if is_of_tokens(error):
-                self._unjoined.refused(error)
+                self.unjoined.refused(error)
             self._feed(fo.CoordinatorFailed(error))
             if self._job.host is not None:
                 # It was deposed, and who rules is not known: see again whether anybody does.
@@ -321,7 +323,7 @@ class Joining:
             if self._client is client:
                 self._client = None
                 self._locked_out = client.locked_out
-                self._unjoined.note(why)
+                self.unjoined.note(why)
                 self._driver.reads.left(self._job)
                 vanished = client.peer.vanished
                 self._driver.do(partial(self._feed, fo.LinkDown(term, why, vanished)))
@@ -394,9 +396,9 @@ class Joining:
 
     def _refuse(self, error: GroupIOError) -> None:
         term = self._machine.term
-        self._unjoined.note(error.message)
+        self.unjoined.note(error.message)
         if not isinstance(error, ControllerLost):
-            self._unjoined.refused(error)
+            self.unjoined.refused(error)
             self._feed(fo.JoinRefused(term, error))
             return
         # Somebody is there, but not the controller: ask again who that is.

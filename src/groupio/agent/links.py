@@ -2,7 +2,8 @@
 
 A plan needs the free share of a link, not the rate of its port: what the job's own traffic and
 other jobs leave. The best of the last transfers is what there is; where a rate was given, it is
-the limit. A fabric that does not work is left out of plans until a probe gets through again.
+the limit. A fabric that does not work is left out of plans until a probe gets through again. A
+peer whose agent is gone says nothing of the fabric: its machine answered.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import Executor
 from groupio.fabric.base import (
     CLOSED,
     DEADLINE,
+    GONE,
     LOST,
     REFUSED,
     Fabric,
@@ -41,6 +43,9 @@ CHANGE_MIN = 0.25
 PROBE_BYTES = 1 << 20
 PROBES_MAX = 12
 """A peer that did not answer for so many probes is gone: that says nothing of the fabric."""
+
+PEERS_MAX = 4
+"""So many peers that bytes came from last are probed where another one does not answer."""
 
 PROBE_S = 5.0
 """A fabric that failed is tried again after so long."""
@@ -71,6 +76,8 @@ class Links:
             deque(maxlen=SAMPLES),
             deque(maxlen=SAMPLES),
         )
+        self._peers: dict[str, str] = {}
+        """Peers that bytes came from, the last one last: address and job."""
         self._fabric_ok = True
         self._closed = threading.Event()
         self._link = self._now()
@@ -90,6 +97,7 @@ class Links:
         broken = any(outcome.error in (LOST, DEADLINE) for outcome in outcomes)
         if not broken:
             if any(outcome.ok for outcome in outcomes):
+                self._remember(address, job)
                 self._works()
             # A peer may have waited for a chunk that did not come, a pull may have been stopped:
             # the time that they took says nothing.
@@ -109,25 +117,40 @@ class Links:
         self._closed.set()
 
     def _probe(self, address: str, job: str) -> None:
-        """Try the peer until it answers, another one did, or it is given up as gone."""
+        """Try peers until one answers, bytes came, or the first is given up as gone."""
         for _ in range(PROBES_MAX):
             if self._closed.wait(PROBE_S) or self._fabric_ok:
                 return
-            try:
-                self._engine.probe(address, job, PROBE_BYTES, time.monotonic() + PROBE_S)
-            except FabricFailed as error:
-                if error.reason == CLOSED:
+            with self._lock:
+                others = [peer for peer in self._peers.items() if peer[0] != address]
+            for peer in ((address, job), *reversed(others)):
+                if self._closed.is_set() or self._answers(*peer):
                     return
-                if error.reason == REFUSED:
-                    break  # there is an answer: it is the peer that gives nothing
-                log.info("the fabric to %s still does not work: %s", address, error)
-                continue
-            except Exception:
-                # Nobody would try the fabric again if this ended here.
-                log.exception("a probe of the fabric to %s failed", address)
-                continue
-            break
         self._works()
+
+    def _answers(self, address: str, job: str) -> bool:
+        """A probe of the peer says that the fabric works, or that there is none any more."""
+        try:
+            self._engine.probe(address, job, PROBE_BYTES, time.monotonic() + PROBE_S)
+        except FabricFailed as error:
+            if error.reason == CLOSED:
+                return True
+            if error.reason not in (REFUSED, GONE):  # else it is the peer that gives nothing
+                log.info("the fabric to %s still does not work: %s", address, error)
+                return False
+        except Exception:
+            # Nobody would try the fabric again if this ended here.
+            log.exception("a probe of the fabric to %s failed", address)
+            return False
+        self._works()
+        return True
+
+    def _remember(self, address: str, job: str) -> None:
+        with self._lock:
+            self._peers.pop(address, None)
+            self._peers[address] = job
+            while len(self._peers) > PEERS_MAX:
+                del self._peers[next(iter(self._peers))]
 
     def _works(self) -> None:
         """Bytes came over the fabric, or the peer that none came from is gone."""

@@ -192,7 +192,9 @@ class NodeRead:
         if self._flow is None:
             return
         if not self._begun:
-            if now - self._since >= JOIN_S:
+            joining = self.job.joining
+            hope = joining is not None and joining.unjoined.may_be_taken
+            if now - self._since >= JOIN_S and not hope:
                 self._begin(self._flow, alone=True)
             return
         self._flow.incoming.give_up_late()

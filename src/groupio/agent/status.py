@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import groupio
+from groupio.controller import messages as cm
 from groupio.controller.describe import describe
-from groupio.protocol.ledger import Use
+from groupio.protocol.ledger import Ledger, Use
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -39,7 +40,7 @@ def status(driver: Driver) -> dict[str, Any]:
                 "share": driver.foreground.share,
                 "held_s": round(driver.uplink.held_s, 3),
             },
-            "cache_bytes": sum(e.length for e in ledger.extents if e.content is not None),
+            "cache_bytes": _cache_bytes(ledger),
         },
         "jobs": [_job(job) for job in driver.jobs.values()],
         "clients": [
@@ -53,6 +54,21 @@ def status(driver: Driver) -> dict[str, Any]:
             if peer.hello is not None and peer.connected
         ],
     }
+
+
+def tell_memory(driver: Driver, job: Job) -> None:
+    """Tell the job's controller what this node's memory is used for."""
+    ledger = driver.machine.ledger
+    leased = ledger.total(Use.LEASED)
+    said = cm.NodeMemory(driver.node, ledger.budget, leased, _cache_bytes(ledger))
+    if job.host is not None:
+        job.host.lines.memory[driver.node] = said
+    elif job.joining is not None:
+        job.joining.tell_swarm(said)
+
+
+def _cache_bytes(ledger: Ledger) -> int:
+    return sum(e.length for e in ledger.extents if e.content is not None)
 
 
 def _job(job: Job) -> dict[str, Any]:

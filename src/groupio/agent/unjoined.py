@@ -53,6 +53,11 @@ class Unjoined:
         """The controller took this agent."""
         self._refused, self._why = None, ""
 
+    @property
+    def may_be_taken(self) -> bool:
+        """The agent is refused, and its predecessor may only have to be known dead."""
+        return self._refused is not None and time.monotonic() - self._refused_at < REFUSED_S
+
     def waiting(self) -> list[ev.MemberOpened]:
         """The saves for which there is no memory of a group here, as of now."""
         groups = self._driver.machine.groups.values()

@@ -181,15 +181,18 @@ def _controller(job: dict[str, Any]) -> str:
 
 def _nodes(nodes: list[tuple[dict[str, Any], dict[str, Any]]]) -> RenderableType:
     rows = table(
-        *("job", "node", "domain", "uplink", "fabric", "address", ""), right=("uplink", "fabric")
+        *("job", "node", "domain", "uplink", "fabric", "memory leased", "address", ""),
+        right=("uplink", "fabric"),
     )
     for job, node in nodes:
+        memory = node.get("memory")
         rows.add_row(
             text(job["job"]),
             text(node["node"]),
             text(node["domain"]),
             rate(node["uplink_bytes_per_s"]),
             rate(node["fabric_bytes_per_s"]) if node["fabric_ok"] else "off",
+            f"{size(memory['leased'])} of {size(memory['budget'])}" if memory else "-",
             text(node["address"]),
             "controller" if node["has_controller"] else "",
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from groupio.agent import process, spawn
+from groupio.agent.identity import node_name
 from groupio.cli.options import (
     ControllerOption,
+    DomainOption,
     FabricOption,
     IdleOption,
     MemoryOption,
@@ -47,6 +48,7 @@ def up(
     memory: MemoryOption = None,
     uplink: UplinkOption = None,
     fabric: FabricOption = None,
+    domain: DomainOption = None,
     controller: ControllerOption = None,
     idle: IdleOption = "never",
     runtime_dir: RuntimeDirOption = None,
@@ -57,8 +59,9 @@ def up(
 ) -> int:
     """Start one agent on each node of a cluster, or leave the one that runs there.
 
-    Each node's own GROUPIO_* variables count, and the options win over them. Run it again when
-    nodes were added. Exit code 1 when a node has no agent afterwards (with --down: still has one).
+    Each node's own GROUPIO_* variables count, and the options, which are the same for all nodes,
+    win over them. Run it again when nodes were added. Exit code 1 when a node has no agent
+    afterwards (with --down: still has one).
     """
     if not ray:
         raise CommandError("say whose nodes: groupio up --ray")
@@ -66,6 +69,7 @@ def up(
         "memory": memory,
         "uplink": uplink,
         "fabric": fabric,
+        "domain": domain,
         "controller": controller,
         "idle": idle,
         "runtime_dir": runtime_dir,
@@ -138,7 +142,7 @@ def start_here(flags: dict[str, str | None]) -> dict[str, Any]:
     spawn.ensure_agent(settings, settings.connect_timeout_s)
     pid = process.holder_pid(where)
     return {
-        "node": settings.node or socket.gethostname(),
+        "node": node_name(settings.node),
         "state": "runs" if pid == before else "started",
         "pid": pid,
         "log": str(where.log),
@@ -156,7 +160,7 @@ def drain_here(flags: dict[str, str | None]) -> dict[str, Any]:
     pid = process.holder_pid(where) if where.alive.exists() else None
     asking.ask("drain")
     return {
-        "node": settings.node or socket.gethostname(),
+        "node": node_name(settings.node),
         "state": "ended" if asking.wait_until_gone(DRAIN_S) else "still works",
         "pid": pid,
         "log": str(where.log),

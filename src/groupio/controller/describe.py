@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupio.controller import messages as cm
     from groupio.controller.host import Host
 
 
@@ -53,6 +54,14 @@ def _nodes(host: Host) -> list[dict[str, Any]]:
             "fabric_ok": link.fabric_ok,
             "address": nodes.addresses([link.node])[link.node],
             "has_controller": link.node == host.lines.own,
+            "memory": _memory(host.lines.memory.get(link.node)),
         }
         for link in nodes.links(nodes.alive)
     ]
+
+
+def _memory(said: cm.NodeMemory | None) -> dict[str, int] | None:
+    """None until the node has said it."""
+    if said is None:
+        return None
+    return {"budget": said.budget, "leased": said.leased, "cache": said.cache}

@@ -125,6 +125,9 @@ class Gate:
                 host.settle(line, message)
             case cm.StatusAsked(request_id=request_id):
                 line.send(cm.StatusAnswer(request_id, host.describe()))
+            case cm.NodeMemory():
+                if host.lines.by_node.get(line.node) is line:
+                    host.lines.memory[line.node] = message
             case _ if isinstance(message, cm.FROM_READER):
                 host.read(message)
             case _:

@@ -152,6 +152,7 @@ class Host:
             del self.lines.by_life[line.hello.life]
         if self.lines.by_node.get(line.node) is line:
             del self.lines.by_node[line.node]
+            self.lines.memory.pop(line.node, None)
             self.tell(ev.NodeLost(line.node, line.hello.life, why))
 
     def settle(self, line: Line, message: cm.ClientSettles) -> None:

@@ -51,6 +51,8 @@ class Lines:
     """Also of agents that are refused because another one has their node's name."""
     clients: dict[str, str] = field(default_factory=dict)
     """The node of each client that was heard of."""
+    memory: dict[str, cm.NodeMemory] = field(default_factory=dict)
+    """What each node said last of its memory."""
 
     def note(self, event: Any) -> None:
         """Learn from an event where its client is."""

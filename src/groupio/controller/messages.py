@@ -42,6 +42,15 @@ class NodeHello(_Message, frozen=True):
     term: int = 0
 
 
+class NodeMemory(_Message, frozen=True):
+    """What the node's memory is used for now, in bytes; ``cache`` is a part of what is free."""
+
+    node: str
+    budget: int
+    leased: int
+    cache: int
+
+
 class ClientSettles(_Message, frozen=True):
     """Say when all epochs that others staged are decided, as far as this client is concerned."""
 
@@ -108,6 +117,7 @@ FROM_NODE = (
     NodeHello,
     ClientSettles,
     StatusAsked,
+    NodeMemory,
     ev.NodeJoined,
     ev.LinkMeasured,
     ev.ClientArrived,

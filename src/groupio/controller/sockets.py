@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from groupio.controller.keys import Keys
 from groupio.errors import InvalidInput
 from groupio.protocol.linkframe import FRAME_BYTES_MAX
+from groupio.seldom import Seldom
 
 HIGH_WATER = 512
 """Most frames that a connection keeps in each direction; further ones are lost, and sent again."""
@@ -39,7 +39,6 @@ REFUSED_LOG_S = 10.0
 """A refused address is logged once in so many seconds."""
 
 _TURN = 64
-_REFUSED_KEPT = 1024
 _DOMAIN = b"groupio"
 _log = logging.getLogger("groupio.control")
 
@@ -240,19 +239,12 @@ class Refusals:
     """Logs the addresses that were refused, each once in a while; any thread."""
 
     def __init__(self) -> None:
-        self._logged: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._logged = Seldom(REFUSED_LOG_S)
 
     def add(self, peer: str) -> None:
         """A peer without the right key."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._logged.get(peer, -REFUSED_LOG_S) < REFUSED_LOG_S:
-                return
-            if len(self._logged) >= _REFUSED_KEPT:
-                self._logged.clear()
-            self._logged[peer] = now
-        _log.warning("refused a control connection from %s: wrong or missing key", peer)
+        if self._logged.is_due(peer):
+            _log.warning("refused a control connection from %s: wrong or missing key", peer)
 
 
 class Gate:
@@ -330,14 +322,18 @@ class Monitor:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        failed = False
+        failed, proved = False, 0
+        since: dict[int, int] = {}
+        """By descriptor, how many had proved their keys when it was accepted."""
         while True:
             event = parse_monitor_message(self._events.recv_multipart())
             kind, value = event["event"], int(event["value"])
             if kind == zmq.EVENT_MONITOR_STOPPED:
                 break
             if kind == zmq.EVENT_ACCEPTED:
-                self._peers[value] = _peer_of(value)
+                self._peers[value], since[value] = _peer_of(value), proved
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                proved += 1  # whose it was is not said
             elif kind in (
                 zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
@@ -345,7 +341,8 @@ class Monitor:
                 failed = True  # the next event is its disconnection, which has the descriptor
             elif kind == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, "")
-                if failed:
+                # What is no message at all ends without a word of a handshake.
+                if (since.pop(value, -1) == proved) | failed:
                     self._refusals.add(peer or "a peer that was gone at once")
                 else:
                     self._on_end(value)

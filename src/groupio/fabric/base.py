@@ -39,7 +39,10 @@ DEADLINE = "deadline"
 """The deadline passed before all bytes were here."""
 
 LOST = "lost"
-"""The peer cannot be reached, ended the connection or broke the protocol."""
+"""The peer cannot be reached, or broke the protocol."""
+
+GONE = "gone"
+"""The peer's machine answers, and its agent does not: it refused or closed the connection."""
 
 REFUSED = "refused"
 """The peer, or this side, did not accept the other's key."""
@@ -50,7 +53,7 @@ CLOSED = "closed"
 STOPPED = "stopped"
 """The caller ended the pull early."""
 
-REASONS = (MISSING, DIGEST, RANGE, DEADLINE, LOST, REFUSED, CLOSED, STOPPED)
+REASONS = (MISSING, DIGEST, RANGE, DEADLINE, LOST, GONE, REFUSED, CLOSED, STOPPED)
 """All values of ``Outcome.error`` of a failed want."""
 
 JOB_BYTES_MAX = 255

@@ -18,6 +18,7 @@ from groupio.fabric.base import Provider, Served
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.stream import BUFFER_BYTES, PIECE_BYTES, Stream, format_address, tune
 from groupio.model import CHUNK_BYTES
+from groupio.seldom import Seldom
 
 HANDSHAKE_S = 10.0
 """A client that has not proved itself by then is refused, seconds."""
@@ -25,6 +26,9 @@ HANDSHAKE_S = 10.0
 HOLD_S = 60.0
 """A chunk's memory is held for one send at most so long, seconds; then the connection ends. No
 agent waits longer for what it pulls."""
+
+REFUSED_LOG_S = 10.0
+"""A refused host is logged once in so many seconds."""
 
 STRANGERS_MAX = 64
 """So many connections may be in their handshake at a time; further ones are closed."""
@@ -70,6 +74,7 @@ class Server:
         self._pace = pace
         self._lock = threading.Lock()
         self._closed = False
+        self._refused = Seldom(REFUSED_LOG_S)
         self._strangers = 0
         self._streams: dict[Stream, threading.Thread] = {}
         self._acceptor = threading.Thread(target=self._accept, name="fabric-accept", daemon=True)
@@ -143,7 +148,7 @@ class Server:
         try:
             return prove_server(stream, self._key)
         except (Refused, TimeoutError, ConnectionError):
-            if not self._closed:
+            if not self._closed and self._refused.is_due(peer.rpartition(":")[0]):
                 log.warning("refused a data connection from %s", peer)
             return None
         finally:

@@ -23,6 +23,7 @@ from groupio.fabric.base import (
     CLOSED,
     DEADLINE,
     DIGEST,
+    GONE,
     LOST,
     MISSING,
     RANGE,
@@ -281,4 +282,6 @@ class TcpFabric(Fabric):
             return CLOSED
         if isinstance(error, Refused):
             return REFUSED
+        if isinstance(error, ConnectionRefusedError | ConnectionResetError | BrokenPipeError):
+            return GONE
         return DEADLINE if isinstance(error, TimeoutError) else LOST

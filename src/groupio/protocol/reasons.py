@@ -23,15 +23,13 @@ from groupio.errors import (
     StaleEpoch,
     StorageError,
 )
-from groupio.model import EPOCH_MAX, WORLD_SIZE_MAX, DecisionKey, Level
+from groupio.model import EPOCH_MAX, REPLICAS_MAX, WORLD_SIZE_MAX, DecisionKey, Level
 from groupio.plan.grouped import Missing
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 
 WHEN_FULL = ("wait", "skip", "fail")
 DOORS = ("", "dcp")
-REPLICAS_MAX = 16
-"""More copies than this are taken for a mistake."""
 
 _AWAY = frozenset(
     (

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from groupio.testing.sim import guards, small
 from groupio.testing.sim.runner import Sizes, Summary, run_many, run_seed
@@ -50,8 +51,7 @@ def _run(given: argparse.Namespace) -> int:
         _say("\n".join(summary.cells.table()))
     found = summary.as_json()
     if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+        _write(given.json, found)
     _say(
         f"{found['seeds']} seeds, {found['violations']} violations, {found['events']} events in "
         f"{found['wall_s']} s ({found['events_per_s']} events/s, {found['seeds_per_s']} seeds/s), "
@@ -97,9 +97,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _replay(given: argparse.Namespace, sizes: Sizes, removed: frozenset[str]) -> int:
+    began = time.monotonic()
     with guards.removed(removed):
         result = run_seed(given.seed, sizes.options(given.seed), guards=removed, trace=True)
     _say("\n".join(result.lines[-given.lines :]))
+    if given.json:
+        summary = Summary(wall_s=time.monotonic() - began)
+        summary.add(result)
+        _write(given.json, summary.as_json())
     _say(
         f"{result.events} events, {result.seconds:.1f} simulated seconds, {result.commits} commits"
     )
@@ -115,8 +120,7 @@ def _exhaustive(given: argparse.Namespace) -> int:
     for point, text in summary.bad[:10]:
         _say(f"VIOLATION at {point}: {text}")
     if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
-            json.dump(summary.as_json(), file, indent=1)
+        _write(given.json, summary.as_json())
     _say(
         f"{summary.points} points of {given.exhaustive} fault(s), {len(summary.bad)} violations, "
         f"{summary.events} events in {summary.wall_s:.1f} s"
@@ -147,6 +151,11 @@ def _progress(total: int) -> Callable[[Summary], None]:
             sys.stderr.write(f"{summary.seeds} of {total} seeds, {rate:.0f}/s\n")
 
     return told
+
+
+def _write(path: str, figures: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(figures, file, indent=1)
 
 
 def _say(text: str) -> None:

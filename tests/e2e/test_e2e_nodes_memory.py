@@ -1,0 +1,53 @@
+"""A job that lost a node after REPLICATED goes on from memory: storage is not read."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from nodes_help import MIB, Cluster, MachineNode, committed, items, save
+
+from groupio import wire
+from groupio.protocol import messages as msg
+
+
+def bytes_from(node: MachineNode, source: str) -> int:
+    channel = wire.Channel(wire.connect(node.paths.socket, timeout_s=5), msg.ToRank)
+    try:
+        channel.send(msg.Ask(1, "metrics"))
+        text = channel.recv(10).message.body["text"]
+    finally:
+        channel.close()
+    found = re.search(rf'groupio_read_bytes_total{{source="{source}"}} (\S+)', text)
+    return int(float(found.group(1))) if found else 0
+
+
+def total(cluster: Cluster, source: str) -> int:
+    return sum(bytes_from(node, source) for node in cluster.nodes if node.agent_pid())
+
+
+@pytest.mark.parametrize("name", ["n1", "n9"], ids=["same name", "another machine"])
+@pytest.mark.parametrize("hurry", [True, pytest.param(False, marks=pytest.mark.proof)])
+def test_the_lost_bytes_come_from_the_other_nodes(
+    make_cluster: Any, name: str, *, hurry: bool
+) -> None:
+    cluster = make_cluster(3, hurry=hurry, equal_links=True, replicas="2").up()
+    ranks = cluster.connect()
+    found = save(ranks, 1)
+    assert committed(found)
+    assert all(one["times"]["replicated"] for one in found)
+    lost = cluster.nodes[1]
+    lost.lose()
+    for node in cluster.nodes:
+        node.end_ranks()
+    lost.environ["GROUPIO_NODE"] = name
+    lost.start_agent()
+    lost.wait_agent()
+    ranks = cluster.connect()
+    for one in ranks:
+        one.send("load", epoch=1, expect=items(one.rank, 1))
+    for one in ranks:
+        one.answer()
+    assert total(cluster, "store") == 0, cluster.logs()
+    assert bytes_from(lost, "peer") >= 4 * MIB
