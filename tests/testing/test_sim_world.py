@@ -86,3 +86,15 @@ def test_a_failing_seed_prints_its_replay(capsys: pytest.CaptureFixture[str]) ->
     timeline = capsys.readouterr().out
     assert "invariant 2" in timeline
     assert "control 1" in timeline
+
+
+def test_a_size_that_is_given_fits_what_is_drawn() -> None:
+    """Memory and the kind of store are drawn for the size that the world has."""
+    summary = run_many(range(100, 106), Sizes(16, 8, 3, swarm=False))
+    assert not summary.bad
+    for seed in range(100):
+        options = Sizes(16, 8, 3, swarm=False).options(seed)
+        assert (options.members, options.agents, options.epochs) == (16, 8, 3)
+        assert not options.local
+        assert not options.node_local
+    assert Sizes(2, 8, 3, swarm=False).options(1).agents == 2

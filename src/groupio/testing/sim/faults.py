@@ -119,14 +119,21 @@ class Options:
         return rng.choices(rows, [self.weights[row] for row in rows])[0]
 
 
-def draw(rng: random.Random, members: int, agents: int, epochs: int) -> Options:
-    """The options of a seed: a random subset of the faults with wild weights (swarm testing)."""
+def draw(
+    rng: random.Random, members: int, agents: int, epochs: int, *, swarm: bool = True
+) -> Options:
+    """The options of a seed: a random subset of the faults with wild weights (swarm testing).
+
+    Without ``swarm`` only the size is not drawn.
+    """
     options = Options(
         members=max(1, round(members * rng.random() ** 2.5)) if rng.random() < 0.9 else members,
         agents=1,
         epochs=max(1, round(epochs * rng.random() ** 2.5)) if rng.random() < 0.9 else epochs,
     )
     options.agents = min(agents, options.members, max(1, round(agents * rng.random() * 1.2)))
+    if not swarm:
+        options.members, options.agents, options.epochs = members, min(agents, members), epochs
     calm = rng.random() < 0.1
     away = calm and rng.random() < 0.3
     some = rng.choice((0.15, 0.4, 0.8))

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,10 +30,8 @@ class Sizes:
 
     def options(self, seed: int) -> Options:
         """The options that a seed draws."""
-        drawn = draw(options_rng(seed), self.members, self.agents, self.epochs)
-        if self.swarm:
-            return drawn
-        return replace(drawn, members=self.members, agents=self.agents, epochs=self.epochs)
+        sizes = (self.members, self.agents, self.epochs)
+        return draw(options_rng(seed), *sizes, swarm=self.swarm)
 
 
 @dataclass(slots=True)
