@@ -11,7 +11,7 @@ from e2e_help import data, save_all
 from groupio.errors import AgentLost, GroupAborted, Outcome, from_wire
 from groupio.protocol.presence import ENDED_GRACE_S
 
-SOON_S = ENDED_GRACE_S + 7.0
+SOON_S = ENDED_GRACE_S + 35.0
 """Well below the deadline of the saves, which is 600 s."""
 
 
