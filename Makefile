@@ -1,7 +1,7 @@
 # make demo     the whole story on this machine: train, kill a rank, resume bit for bit
 # make test     every check and every test (about a quarter of an hour on two cores)
 # make check    only the static checks
-# make sim      10,000 seeds of the simulator (about ten minutes; SEEDS, SEED and JSON may be set)
+# make sim      10,000 seeds of the simulator (about seven minutes; SEEDS, SEED and JSON may be set)
 # make soak     100,000 seeds of it
 # make proof    the slow proofs, which `make test` leaves out
 #
