@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -414,3 +415,20 @@ def until(
             raise TimeoutError(f"it never came true\n{why()}")
         time.sleep(0.01)
     return found
+
+
+def bytes_from(node: MachineNode, source: str) -> int:
+    """What the node's agent read for its ranks from the store, from peers or from memory."""
+    channel = wire.Channel(wire.connect(node.paths.socket, timeout_s=5), msg.ToRank)
+    try:
+        channel.send(msg.Ask(1, "metrics"))
+        text = channel.recv(10).message.body["text"]
+    finally:
+        channel.close()
+    found = re.search(rf'groupio_read_bytes_total{{source="{source}"}} (\S+)', text)
+    return int(float(found.group(1))) if found else 0
+
+
+def total(cluster: Cluster, source: str) -> int:
+    """The same of all agents that live."""
+    return sum(bytes_from(node, source) for node in cluster.nodes if node.agent_pid())

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from nodes_help import MIB, Cluster, MachineNode, committed, items, save
-
-from groupio import wire
-from groupio.protocol import messages as msg
-
-
-def bytes_from(node: MachineNode, source: str) -> int:
-    channel = wire.Channel(wire.connect(node.paths.socket, timeout_s=5), msg.ToRank)
-    try:
-        channel.send(msg.Ask(1, "metrics"))
-        text = channel.recv(10).message.body["text"]
-    finally:
-        channel.close()
-    found = re.search(rf'groupio_read_bytes_total{{source="{source}"}} (\S+)', text)
-    return int(float(found.group(1))) if found else 0
-
-
-def total(cluster: Cluster, source: str) -> int:
-    return sum(bytes_from(node, source) for node in cluster.nodes if node.agent_pid())
+from nodes_help import MIB, bytes_from, committed, items, save, total
 
 
 @pytest.mark.parametrize(

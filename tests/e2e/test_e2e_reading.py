@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nodes_help import Cluster, MachineNode, until
+from nodes_help import Cluster, bytes_from, total, until
 from rank_process import items_of
 
 import groupio
-from groupio import wire
 from groupio.client.agent_read import through_agent
 from groupio.client.store_reader import StoreReader, member_layout
 from groupio.client.wants import Collector
 from groupio.errors import IntegrityError
 from groupio.plan.read import Box
-from groupio.protocol import messages as msg
 from groupio.settings import Settings
 
 MIB = 1 << 20
@@ -45,21 +43,6 @@ def unique_bytes(cluster: Cluster) -> int:
     with StoreReader.open(cluster.store) as reader:
         manifest = reader.resolve(1)
         return int(manifest.chunks.lengths.sum())
-
-
-def bytes_from(node: MachineNode, source: str) -> int:
-    channel = wire.Channel(wire.connect(node.paths.socket, timeout_s=5), msg.ToRank)
-    try:
-        channel.send(msg.Ask(1, "metrics"))
-        text = channel.recv(10).message.body["text"]
-    finally:
-        channel.close()
-    found = re.search(rf'groupio_read_bytes_total{{source="{source}"}} (\S+)', text)
-    return int(float(found.group(1))) if found else 0
-
-
-def total(cluster: Cluster, source: str) -> int:
-    return sum(bytes_from(node, source) for node in cluster.nodes if node.agent_pid())
 
 
 class Reading:
