@@ -16,6 +16,7 @@ from groupio.backend.base import EPOCHS, INFLIGHT, PREPARED, SEGMENTS
 from groupio.backend.posix import PosixBackend
 from groupio.errors import GroupIOError, Outcome
 from groupio.model import PAGE_BYTES
+from open_files import open_files
 
 NAMES = (
     *("open", "close", "fsync", "pwrite", "pwritev", "pread", "preadv", "link", "rename", "unlink"),
@@ -45,10 +46,6 @@ class Gate:
 
     def arm(self, number: int, error: int) -> None:
         self.count, self.number, self.error, self.failed = 0, number, error, ""
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def life(path: Path, done: list[str]) -> None:
@@ -88,7 +85,8 @@ def test_failure_of_each_call(error: int) -> None:
 def attempt(store: Path, number: int, error: int) -> list[str]:
     """Live with one failing call, then go on without; what is wrong."""
     done: list[str] = []
-    before, answer, wrong = descriptors(), None, []
+    wrong: list[str] = []
+    answer = None
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch)
         gate.arm(number, error)
@@ -98,8 +96,8 @@ def attempt(store: Path, number: int, error: int) -> list[str]:
             answer = raised
     if answer is not None and not isinstance(answer, GroupIOError):
         wrong.append("not a typed error")
-    if descriptors() != before:
-        wrong.append("descriptors leak")
+    if leaked := open_files(str(store)):
+        wrong.append(f"descriptors leak: {leaked}")
     left = check(store)
     said_no = isinstance(answer, GroupIOError) and answer.outcome == Outcome.NOT_COMMITTED
     if (done and left != {1}) or (said_no and not done and left):

@@ -16,6 +16,7 @@ from groupio.controller.store import JobStore
 from groupio.errors import StorageError
 from groupio.model import DecisionKey
 from groupio.protocol import effects as fx
+from open_files import open_files
 
 WRITER = Writer("boot", 1, 1, "host")
 
@@ -106,17 +107,14 @@ def test_one_failed_flush_of_a_directory_is_not_the_end(
 def test_descriptors_of_a_store_that_was_opened_anew_are_closed(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     begin(store, 1)
-    count = descriptors()
+    count = len(open_files(str(store.path)))
     for epoch in range(2, 6):
         fail_fsync(monkeypatch, Path(store.path) / "segments")
         with pytest.raises(StorageError):
             store.backend.sync_folder("segments", force=True)
         begin(store, epoch)
-    assert descriptors() <= count + 1
+    assert len(open_files(str(store.path))) <= count + 1
 
 
 def test_a_failed_look_at_the_store_record_does_not_end_the_comparison(

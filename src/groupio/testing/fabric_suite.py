@@ -474,4 +474,4 @@ class FabricSuite(StopTests, abc.ABC):
         once()
         once()
         eventually(lambda: threading.active_count() <= threads)
-        assert len(os.listdir("/proc/self/fd")) <= fds
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
