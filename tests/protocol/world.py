@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import count, pairwise
 from typing import Any
 
+from model_flush import away
 from model_ranks import FlushJob, Rank, Save
 from model_store import ModelStore
 from protocol_help import layout_of, opened, report_of
@@ -238,9 +239,10 @@ class World:
             job.waves.clear()
             job.ended = True
             self.machine(node, ev.JobIdle(group))
-        elif self.store.fault(job) == "before":
+        elif fault := self.store.fault(job):
             job.ended = True
-            self.machine(node, ev.JobFailed(group, StorageError("a bad block", path="/store")))
+            error = away() if fault == "away" else StorageError("a bad block", path="/store")
+            self.machine(node, ev.JobFailed(group, error))
         elif job.waves:
             wave = job.waves.popleft()
             self.machine(node, ev.WaveStored(group, wave.rank, wave.number))
@@ -300,7 +302,12 @@ class World:
                 for seat in effect.seats:
                     self.ranks[seat.client].saves[seat.save_id].key = effect.key
                 self.orders[node].append(effect)
-            case fx.StartCopy(node=node) | fx.AbortGroup(node=node) | fx.CloseGroup(node=node):
+            case (
+                fx.StartCopy(node=node)
+                | fx.StoreAgain(node=node)
+                | fx.AbortGroup(node=node)
+                | fx.CloseGroup(node=node)
+            ):
                 self.orders[node].append(effect)
             case _:
                 assert isinstance(effect, STORE_EFFECTS), effect
@@ -341,9 +348,12 @@ class World:
                 job = self.jobs[node, group]
                 assert not job.finished
                 job.waves.append(effect)
+                job.added.append(effect)
                 job.members[effect.rank] = (effect.client, effect.save_id)
             case fx.FinishJob(group=group):
                 self.jobs[node, group].finished = True
+            case fx.RepeatJob(group=group):
+                self.jobs[node, group].repeat()
             case fx.CancelJob(group=group):
                 job = self.jobs[node, group]
                 job.cancelled, job.ended = True, False

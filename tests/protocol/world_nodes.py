@@ -303,6 +303,7 @@ class NodesWorld(World):
                 raise AssertionError(effect)
             case (
                 fx.StoreChunks(node=node)
+                | fx.StoreAgain(node=node)
                 | fx.TakeRoom(node=node)
                 | fx.RetractGroup(node=node)
                 | fx.DropHeld(node=node)
