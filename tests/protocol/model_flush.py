@@ -36,6 +36,11 @@ def away() -> StorageError:
     return StorageError("The store does not answer.", path="/store", errno=errno.ENOTCONN)
 
 
+def bad_block() -> StorageError:
+    """The disk cannot write there, now or later."""
+    return StorageError("a bad block", path="/store")
+
+
 @dataclass
 class PlannedJob:
     """The flush job of one group on one node. ``content`` is what its members save, by rank."""

@@ -136,3 +136,11 @@ class FlushJob:
         if self.cancelled:
             return not self.ended
         return not self.ended and (bool(self.waves) or self.finished)
+
+
+def hand_over(job: Any, wave: fx.AddWave) -> None:
+    """Give a job of either kind one more wave."""
+    assert not job.finished
+    job.waves.append(wave)
+    job.added.append(wave)
+    job.members[wave.rank] = (wave.client, wave.save_id)
