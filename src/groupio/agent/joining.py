@@ -125,7 +125,7 @@ class Joining:
         self._preparing = False
         if error is not None:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
-            self.unjoined.note(error.message)
+            self.unjoined.unusable(error)
             if self._job.opens:
                 self._later("prepare", RETRY_S, lambda: self.begin(create=bool(self._job.opens)))
             self._driver.desk.settle_without(self._job, error)
