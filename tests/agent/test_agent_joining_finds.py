@@ -10,6 +10,7 @@ import pytest
 from joining_tools import World, agent, away, until
 
 from groupio.agent import joining, unjoined
+from groupio.agent.status import _job
 from groupio.controller.coordinator import Rule
 from groupio.controller.discover import Kind, Where
 from groupio.controller.store import JobStore
@@ -233,6 +234,8 @@ def test_a_coordinator_that_is_away_is_asked_again(
         it.open(deadline_s=0.03)
         await until(it.failures)
         assert "nobody answers" in it.failures()[0].message
+        told = _job(it.job)
+        assert (told["joined"], told["why_not"]) == (False, "nobody answers")
         it.coordinator.error = None
         await until(lambda: it.joining.joined)
 

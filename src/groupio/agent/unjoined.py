@@ -76,6 +76,11 @@ class Unjoined:
         self._refused, self._why = None, ""
 
     @property
+    def why(self) -> str:
+        """Why there is no controller yet, as far as it is known."""
+        return self._why
+
+    @property
     def may_be_taken(self) -> bool:
         """The agent is refused, and its predecessor may only have to be known dead."""
         return self._refused is not None and time.monotonic() - self._refused_at < REFUSED_S
