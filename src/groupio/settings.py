@@ -99,9 +99,16 @@ class Settings:
         )
         _check(self.node is None or _NODE.fullmatch(self.node), self, "node")
         _check(
-            self.controller is None or _CONTROLLER.fullmatch(self.controller), self, "controller"
+            self.controller is None
+            or (_CONTROLLER.fullmatch(self.controller) and _ports_exist(self.controller)),
+            self,
+            "controller",
         )
-        _check(self.listen is None or _LISTEN.fullmatch(self.listen), self, "listen")
+        _check(
+            self.listen is None or (_LISTEN.fullmatch(self.listen) and _ports_exist(self.listen)),
+            self,
+            "listen",
+        )
         _check(self.fabric in _FABRICS, self, "fabric")
         _check(0 <= self.foreground_share <= 1, self, "foreground_share")
 
@@ -186,12 +193,19 @@ _EXPECTED = {
     "close_timeout_s": _SECONDS,
     "read_threads": "a whole number from 1 to 256",
     "node": "a name of 1 to 64 letters, digits, dots, hyphens and underscores",
-    "controller": "local, store, tcp://HOST:PORT or etcd://HOST:PORT[,HOST:PORT]",
-    "listen": "HOST or HOST:PORT",
+    "controller": "local, store, tcp://HOST:PORT or etcd://HOST:PORT[,HOST:PORT], with ports of at"
+    " most 65535",
+    "listen": "HOST or HOST:PORT, with a port of at most 65535",
     "fabric": f"one of {', '.join(_FABRICS)}",
     "foreground_share": "a number from 0 to 1",
     "backend_bytes_per_s": _RATE,
 }
+
+
+def _ports_exist(text: str) -> bool:
+    """No ``HOST:PORT`` in the text has a port that there is not; a bare IPv6 host has none."""
+    ports = re.findall(r":(\d+)(?=,|$)", text)
+    return all(int(port) <= 65535 for port in ports)
 
 
 def _is_count(value: object, low: int, high: int) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from joining_tools import OTHER, World, agent, away, until
+from joining_tools import OTHER, PROCESS, World, agent, away, until
 
-from groupio.agent import joining
+from groupio.agent import joining, unheard
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
 from groupio.controller.store import JobStore
@@ -242,5 +242,85 @@ def test_a_rule_that_cannot_be_given_up_keeps_nothing_open(
         assert it.job.store._backend is None
         names = {thread.name for thread in threading.enumerate()}
         assert not any(name.startswith(("join", "store")) for name in names)
+
+    agent(tmp_path, monkeypatch, play)
+
+
+# -- the last client ends ----------------------------------------------------------------------
+
+
+def gone_after_a_save_with_a_lost_agent(it: World) -> list[Any]:
+    """A client that gave a save up, and its end; nobody takes it up here."""
+    news = [
+        ev.ClientArrived("c0", PROCESS, 1, 2, gave_up=(7,), node="n0"),
+        ev.MemberGone("c0", process_gone=False),
+        ev.MemberGone("c0", process_gone=True),
+    ]
+    for event in news:
+        it.job.tell(event)
+    return news
+
+
+def test_the_end_of_a_client_that_lost_its_agent_is_told_to_the_next_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the group of its epoch waits for it until the deadline."""
+
+    async def play(it: World) -> None:
+        it.coordinator.error = away()
+        it.make_store()
+        it.job.tell(ev.ClientArrived("c9", PROCESS, 1, 2, node="n0"))
+        await until(lambda: it.joining._machine.error is not None)
+        it.job.tell(ev.MemberGone("c9", process_gone=True))
+        assert it.job.idle, "of what was in no save nobody has to hear"
+        news = gone_after_a_save_with_a_lost_agent(it)
+        assert not it.job.idle
+        it.coordinator.rule = Rule(3, "tcp://10.0.0.1:7", "n1", OTHER)
+        it.coordinator.error = None
+        await until(lambda: it.clients)
+        it.client.say(cm.NodeWelcome(3, "n1"))
+        await until(lambda: it.joining.joined)
+        await until(lambda: it.client.got(ev.MemberGone))
+        (joined,) = it.client.got(ev.NodeJoined)
+        assert joined.clients == ()
+        told = it.client.sent[it.client.sent.index(joined) + 1 :]
+        assert [one for one in told if getattr(one, "client", "") == "c0"] == news
+        assert it.job.idle
+
+    agent(tmp_path, monkeypatch, play)
+
+
+def test_it_is_told_although_the_store_was_not_even_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client ends within moments of the error."""
+
+    async def play(it: World) -> None:
+        it.make_store()
+        it.coordinator.rule = Rule(3, "tcp://10.0.0.1:7", "n1", OTHER)
+        news = gone_after_a_save_with_a_lost_agent(it)
+        assert not it.job.idle
+        await until(lambda: it.clients)
+        it.client.say(cm.NodeWelcome(3, "n1"))
+        await until(lambda: len(it.client.got(ev.MemberGone)) == 2)
+        assert it.client.sent[-3:] == news
+        assert it.job.idle
+
+    agent(tmp_path, monkeypatch, play)
+
+
+def test_an_agent_does_not_wait_for_long_to_tell_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unheard, "KEEP_S", 0.05)
+
+    async def play(it: World) -> None:
+        it.coordinator.error = away()
+        it.make_store()
+        it.come("c9")
+        await until(lambda: it.joining._machine.error is not None)
+        it.job.tell(ev.MemberGone("c9", process_gone=True))
+        gone_after_a_save_with_a_lost_agent(it)
+        await until(lambda: it.job.idle)
 
     agent(tmp_path, monkeypatch, play)

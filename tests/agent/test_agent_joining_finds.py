@@ -10,11 +10,14 @@ import pytest
 from joining_tools import World, agent, away, until
 
 from groupio.agent import joining, unjoined
+from groupio.agent.status import _job
 from groupio.controller.coordinator import Rule
 from groupio.controller.discover import Kind, Where
 from groupio.controller.store import JobStore
 from groupio.errors import (
+    GroupIOError,
     GroupTimeout,
+    IntegrityError,
     InvalidInput,
     StorageError,
 )
@@ -115,6 +118,33 @@ def test_members_hear_in_time_that_the_store_cannot_be_opened(
     agent(tmp_path, monkeypatch, play)
 
 
+@pytest.mark.parametrize("error_class", [StorageError, IntegrityError])
+def test_a_store_that_cannot_be_used_at_all_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_class: type[GroupIOError]
+) -> None:
+    """The deadline of a save is 10 minutes, and a mistyped path does not mend itself."""
+    tries: list[bool] = []
+
+    def follow(store: JobStore, *, create: bool) -> str:
+        tries.append(create)
+        more = {"errno": 30} if error_class is StorageError else {}
+        raise error_class("the file system is mounted read-only", path=store.path, **more)
+
+    monkeypatch.setattr(JobStore, "follow", follow)
+
+    async def play(it: World) -> None:
+        it.come()
+        it.open(deadline_s=600.0)
+        await until(it.failures)
+        (error,) = it.failures()
+        assert isinstance(error, error_class)
+        assert error.message == "the file system is mounted read-only"
+        assert len(tries) >= unjoined.UNUSABLE_TRIES, "it is tried again: some errors pass"
+        assert it.job.opens == {}
+
+    agent(tmp_path, monkeypatch, play)
+
+
 def test_no_store_is_made_for_saves_that_are_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +234,8 @@ def test_a_coordinator_that_is_away_is_asked_again(
         it.open(deadline_s=0.03)
         await until(it.failures)
         assert "nobody answers" in it.failures()[0].message
+        told = _job(it.job)
+        assert (told["joined"], told["why_not"]) == (False, "nobody answers")
         it.coordinator.error = None
         await until(lambda: it.joining.joined)
 

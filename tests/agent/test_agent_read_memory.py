@@ -15,6 +15,7 @@ from groupio.agent.read_window import (
     Area,
     ReadWindow,
     Slot,
+    why_no_window,
     window_bytes,
 )
 from groupio.model import CHUNK_BYTES
@@ -137,3 +138,12 @@ def test_windows_keep_to_a_part_of_the_budget() -> None:
     assert window_bytes(512 << 20, 512 << 20, 64 << 20) == 0
     assert window_bytes(512 << 20, WINDOW_BYTES_MIN - 1, 0) == 0
     assert window_bytes(512 << 20, 40 << 20, 0) == 40 << 20
+
+
+def test_a_budget_that_never_has_room_for_a_window_is_named() -> None:
+    assert window_bytes(255 << 20, 255 << 20, 0) == 0
+    assert why_no_window(128 << 20) == (
+        "the memory budget of 128 MiB is too small for it; give the agent at least 256 MiB"
+    )
+    assert window_bytes(256 << 20, 256 << 20, 0) > 0
+    assert why_no_window(256 << 20) == "the memory budget has no room now"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -50,12 +51,45 @@ def test_options_belong_behind_the_command(groupio: Command) -> None:
         (("--node", "a b"), "node='a b' is not a name"),
         (("--controller", "there"), "controller='there' is not local, store"),
         (("--listen", "a:b:c"), "listen='a:b:c' is not HOST"),
+        (("--listen", "127.0.0.1:99999"), "listen='127.0.0.1:99999' is not HOST or HOST:PORT"),
+        (("--controller", "tcp://a:70000"), "controller='tcp://a:70000' is not local, store"),
+        (("--controller", "etcd://a:1,b:70000"), "with ports of at most 65535"),
+        (("--listen", "0.0.0.0"), "GROUPIO_TOKEN_FILE"),
+        (("--listen", "10.0.0.1:7400"), "GROUPIO_TOKEN_FILE"),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line(
     groupio: Command, options: tuple[str, ...], words: str
 ) -> None:
     done = groupio("agent", "run", *options)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert groupio("status").code == 1
+
+
+@pytest.mark.parametrize("foreground", [(), ("--foreground",)])
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"GROUPIO_TOKEN": "short"}, "GROUPIO_TOKEN: a job token has 16 to 4096 bytes"),
+        ({"GROUPIO_TOKEN_FILE": "/nowhere/token"}, "the token file /nowhere/token cannot be read"),
+        ({"GROUPIO_TOKEN": "7f" * 32, "GROUPIO_TOKEN_FILE": "/a"}, "are both set; unset one"),
+    ],
+)
+def test_a_token_of_no_use_is_told_before_the_agent_starts(
+    groupio: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: str,
+    foreground: tuple[str, ...],
+) -> None:
+    def exec_nothing(*arguments: object) -> None:
+        raise AssertionError("it becomes the agent")
+
+    monkeypatch.setattr(os, "execv", exec_nothing)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = groupio("agent", "run", *foreground)
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert groupio("status").code == 1

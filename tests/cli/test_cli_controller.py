@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_help import Command
+from store_maker import StoreMaker
 
 
 def arguments(store: Path, *options: str) -> list[str]:
@@ -35,3 +36,12 @@ def test_a_store_that_cannot_be_made(groupio: Command, tmp_path: Path) -> None:
     done = groupio(*arguments(tmp_path / "file"))
     assert done.code == 2
     assert "file" in done.err
+
+
+def test_the_store_of_another_job_is_refused_with_both_names(
+    groupio: Command, maker: StoreMaker
+) -> None:
+    done = groupio(*arguments(maker.path, "--job", "other"))
+    assert (done.code, done.out) == (2, "")
+    assert "belongs to job " in done.err
+    assert "--job says 'other'" in done.err

@@ -33,10 +33,12 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
     lost = node | {"node": "n1", "fabric_ok": False, "has_controller": False}
     job["nodes"].append(lost)
     job["nodes"][0]["memory"] = {"budget": 8 << 30, "leased": 5 << 30, "cache": 1 << 30}
+    lonely = {"store": "/t", "job": "k", "joined": False, "groups": []}
+    lonely["why_not"] = "[n9] has another token"
     lines = shown(
         {
             "agent": agent | {"memory": memory, "cache_bytes": 2 << 20},
-            "jobs": [job, {"store": "/t", "job": "k", "joined": False, "groups": []}],
+            "jobs": [job, lonely],
             "clients": [],
         }
     ).splitlines()
@@ -44,6 +46,7 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
         ("warm", "2.0 MiB of it cache"),
         ("tcp://h:9, term 7", "3.0 GiB"),
         ("here, not found yet", "-"),
+        ("/t has no controller yet: [n9] has another token",),
         ("/s is away for 2 min", "[stale] handle"),
         ("rack-3", "12.5 GB/s", "25 GB/s", "5.0 GiB of 8.0 GiB", "tcp://h:1", "controller"),
         ("n1", "off"),

@@ -40,6 +40,8 @@ class Job:
     @property
     def idle(self) -> bool:
         """Nothing is outstanding, here or with agents that follow a controller here."""
+        if self.joining is not None and self.joining.unheard.awaited:
+            return False
         # Other nodes' agents leave when they are done: the controller stays for them.
         return self.quiet and (self.host is None or not self.host.lines.by_node)
 
@@ -63,9 +65,9 @@ class Job:
                 self.opens[client, save_id] = event
             case ev.MemberFailed(client=client, save_id=save_id):
                 self.opens.pop((client, save_id), None)
-            case ev.MemberGone(client=client):
-                self.clients.pop(client, None)
         self.joining.tell(event)
+        if isinstance(event, ev.MemberGone):
+            self.clients.pop(event.client, None)
 
     def over(self, effect: fx.TellReached | fx.TellFailed) -> None:
         """A member was told how far its save is."""

@@ -20,6 +20,7 @@ import groupio
 from groupio.agent.election import Election, is_elsewhere, is_of_tokens, other_token
 from groupio.agent.errands import Errands
 from groupio.agent.status import tell_memory
+from groupio.agent.unheard import Unheard
 from groupio.agent.unjoined import LOOK_S, Unjoined
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
@@ -72,8 +73,7 @@ class Joining:
         self._in = WireForm(cm.FROM_CONTROLLER)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._preparing = False
-        self._unheard: list[ev.MemberGone | ev.MemberFailed] = []
-        """What happened to clients while there was no controller to tell."""
+        self.unheard = Unheard()
         self.unjoined = Unjoined(driver, job)
         self._locked_out = False  # the last controller that was tried has another token
         self._locked = ""  # its address, where this node has none
@@ -125,7 +125,7 @@ class Joining:
         self._preparing = False
         if error is not None:
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
-            self.unjoined.note(error.message)
+            self.unjoined.unusable(error)
             if self._job.opens:
                 self._later("prepare", RETRY_S, lambda: self.begin(create=bool(self._job.opens)))
             self._driver.desk.settle_without(self._job, error)
@@ -156,12 +156,12 @@ class Joining:
             return  # the last client's end is what it ended for
         if self._election is None:
             self.begin(create=isinstance(event, ev.MemberOpened))
-        elif self._job.host is not None:
+        if self._job.host is not None:
             self._job.host.tell(event)
         elif self._machine.joined and self._client is not None:
             self._client.send(self._out.encode(event))
         elif isinstance(event, ev.MemberGone | ev.MemberFailed):
-            self._unheard.append(event)
+            self.unheard.add(event, self._job.clients.get(event.client))
 
     def tell_swarm(self, message: Any) -> None:
         """Tell the controller, if there is one now, what concerns a grouped read."""
@@ -439,8 +439,7 @@ class Joining:
             self._job.host.tell(self._join_event())
         elif self._client is not None:
             self._client.send(self._out.encode(self._join_event()))
-        unheard, self._unheard = self._unheard, []
-        for event in unheard:
+        for event in self.unheard.take():
             self.tell(event)
         for peer, request_id in self._job.settling:
             self.settle(peer.client, request_id)

@@ -23,7 +23,7 @@ from groupio.agent.read_handing import Handing, Request
 from groupio.agent.read_incoming import Incoming
 from groupio.agent.read_memory import ReadMemory
 from groupio.agent.read_sources import Epoch
-from groupio.agent.read_window import ReadWindow, Slot
+from groupio.agent.read_window import ReadWindow, Slot, why_no_window
 from groupio.errors import GroupIOError, InvalidInput
 from groupio.fabric.base import Served
 from groupio.model import DecisionKey
@@ -105,7 +105,7 @@ class NodeRead:
         self._window_bytes = self.reads.reserve()
         try:
             if not self._window_bytes:
-                raise OSError("the memory budget has no room")
+                raise OSError(why_no_window(self.driver.machine.ledger.budget))
             window = ReadWindow(self._window_bytes)
         except OSError as error:
             epoch.backend.close()

@@ -120,3 +120,13 @@ def window_bytes(budget: int, available: int, reserved: int) -> int:
     """How large a further window may be, in bytes; 0 when there is no room for one."""
     size = min(WINDOW_BYTES_MAX, budget // WINDOW_SHARE - reserved, available)
     return size // CHUNK_BYTES * CHUNK_BYTES if size >= WINDOW_BYTES_MIN else 0
+
+
+def why_no_window(budget: int) -> str:
+    """Why there is no room for a window with a memory budget of so many bytes."""
+    if window_bytes(budget, budget, 0):
+        return "the memory budget has no room now"
+    return (
+        f"the memory budget of {budget >> 20} MiB is too small for it; give the agent at least "
+        f"{WINDOW_BYTES_MIN * WINDOW_SHARE >> 20} MiB"
+    )

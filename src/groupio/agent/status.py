@@ -75,11 +75,13 @@ def _job(job: Job) -> dict[str, Any]:
     if job.host is not None:
         return {**describe(job.host), "controller": "here"}
     assert job.joining is not None
+    joined = job.joining.joined
     return {
         "store": job.path,
         "job": job.store.job,
         "controller": job.joining.where.address or str(job.joining.where.kind),
         "term": job.joining.term,
-        "joined": job.joining.joined,
+        "joined": joined,
+        "why_not": None if joined else job.joining.unjoined.why or None,
         "groups": [],
     }

@@ -10,7 +10,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from groupio.errors import GroupIOError, GroupTimeout, from_wire, to_wire
+from groupio.errors import (
+    FormatError,
+    GroupIOError,
+    GroupTimeout,
+    IntegrityError,
+    StorageError,
+    from_wire,
+    to_wire,
+)
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
@@ -25,6 +33,9 @@ LOOK_S = 1.0
 GRACE_S = 1.0
 """A controller that is there tells its members itself that their time is over."""
 
+UNUSABLE_TRIES = 3
+"""A store that fails so often in a row and is not merely away is not waited for."""
+
 REFUSED_S = 12.0
 """A refused agent's members wait so long: until a killed agent's link is known to be dead."""
 
@@ -38,6 +49,17 @@ class Unjoined:
         self._why = ""
         self._refused: GroupIOError | None = None
         self._refused_at = 0.0
+        self._tries = 0
+
+    def unusable(self, error: GroupIOError) -> None:
+        """The store cannot be opened; saves are told at once of what waiting does not mend."""
+        self._why = error.message
+        lasting = isinstance(error, StorageError | IntegrityError | FormatError)
+        waiting = [] if not lasting or reasons.is_away(error) else self.waiting()
+        self._tries = self._tries + 1 if waiting else 0
+        if self._tries >= UNUSABLE_TRIES:
+            for opened in waiting:
+                self.fail(opened, from_wire(to_wire(error)))
 
     def note(self, why: str) -> None:
         """The controller cannot be found or reached, because of this."""
@@ -52,6 +74,11 @@ class Unjoined:
     def over(self) -> None:
         """The controller took this agent."""
         self._refused, self._why = None, ""
+
+    @property
+    def why(self) -> str:
+        """Why there is no controller yet, as far as it is known."""
+        return self._why
 
     @property
     def may_be_taken(self) -> bool:

@@ -113,6 +113,7 @@ def run(
         "runtime_dir": runtime_dir,
     }
     settings = settings_with(**flags)
+    _check_listening(settings.listen)
     where = spawn.agent_paths(settings)
     process.make_runtime_dir(where)
     if foreground:
@@ -131,6 +132,25 @@ def run(
     if pid == before and any(flags.values()):
         console().print("its settings stay as they are: `groupio agent drain` it first")
     return OK
+
+
+def _check_listening(listen: str | None) -> None:
+    """InvalidInput for a token of no use, or a numeric address that needs one.
+
+    The agent itself looks at both only when its first job of several nodes comes.
+    """
+    # Imported here: the other commands do without.
+    from groupio.controller.keys import Keys
+    from groupio.controller.sockets import numeric, require_keys, split_address
+
+    keys = Keys.from_env(os.environ)
+    if listen is None:
+        return
+    has_port = listen.rpartition("]")[2].count(":") == 1
+    address = f"tcp://{listen}" if has_port else f"tcp://{listen}:0"
+    host, _ = split_address(address)
+    if numeric(host):
+        require_keys(address, host, keys, "listen on")
 
 
 @app.command("drain")

@@ -73,6 +73,7 @@ def run(
         where=Where(where.kind, where.address, "--coordinator"),
         file_mode=settings.file_mode,
         backend_bytes_per_s=settings.backend_bytes_per_s,
+        job_said=job is not None,
     )
     logging.basicConfig(
         stream=sys.stderr,

@@ -100,6 +100,8 @@ def picture(answer: dict[str, Any] | None) -> RenderableType:
     if jobs:
         parts += ["", _jobs(jobs)]
     for job in jobs:
+        if why := job.get("why_not"):
+            parts += ["", f"{text(job['store'])} has no controller yet: {text(why)}"]
         away = job.get("store_away")
         if away is not None:
             since = duration(away["for_s"])

@@ -69,6 +69,8 @@ class Duty:
     """Where the rule is won."""
     file_mode: int | None = None
     backend_bytes_per_s: float | None = None
+    job_said: bool = False
+    """Somebody named the job: a store of another one is refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +118,11 @@ class Service:
         coordinator: Coordinator | None = None
         try:
             store_id = await asyncio.to_thread(lambda: store.follow(create=True))
+            if duty.job_said and store.job != duty.job:
+                raise InvalidInput(
+                    f"the store {duty.path} belongs to job {store.job!r}, and --job says "
+                    f"{duty.job!r}; leave it out, or give the store of that job"
+                )
             coordinator = open_coordinator(
                 duty.where, store.backend, store_id, on_lost=self._on_lost
             )
