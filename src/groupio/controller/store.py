@@ -6,7 +6,8 @@ import errno
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -36,7 +37,7 @@ from groupio.format.records import (
 )
 from groupio.model import DecisionKey, Lineage, Manifest
 from groupio.plan import dedup
-from groupio.plan.layout import lay_out
+from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
@@ -167,7 +168,8 @@ class JobStore:
     def learn(self, key: DecisionKey) -> None:
         """Index the chunks of an epoch that a controller elsewhere committed."""
         try:
-            self.known.add_epoch(self.read_manifest(key))
+            with self._manifest(key) as manifest:
+                self.known.add_epoch(manifest)
         except GroupIOError as error:
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
@@ -198,18 +200,22 @@ class JobStore:
             return
         key = shown[max(shown)]
         try:
-            manifest = self.read_manifest(key)
-            self.known.add_epoch(manifest)
-            sizes = {m.items_id: m.items for m in manifest.members}
-            totals = {name: lay_out(items).total_bytes for name, items in sizes.items()}
-            self.lease_bytes = {m.rank: totals[m.items_id] for m in manifest.members}
+            with self._manifest(key) as manifest:
+                # Table by table: those of a whole job are large.
+                self.lease_bytes = {
+                    rank: lease_bytes(table.nbytes, table.replicated, table.alias)
+                    for ranks, table in manifest.tables()
+                    for rank in ranks
+                }
+                self.known.add_epoch(manifest)
         except GroupIOError as error:
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
-    def read_manifest(self, key: DecisionKey) -> Manifest:
-        """The manifest of a committed epoch."""
+    @contextmanager
+    def _manifest(self, key: DecisionKey) -> Iterator[ManifestReader]:
+        """The manifest of a committed epoch, to be read part by part."""
         with self.backend.reader("epochs", str(key)) as reader:
-            return ManifestReader(reader.read, reader.size, reader.path).manifest()
+            yield ManifestReader(reader.read, reader.size, reader.path)
 
     # -- effects ---------------------------------------------------------------------------------
 

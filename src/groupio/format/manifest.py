@@ -16,8 +16,9 @@ Nothing in the file stands under no digest, and nothing else may stand in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -356,9 +357,16 @@ class ManifestReader:
         """
         index = int(self._members.items[self._row(rank)])
         if index not in self._columns:
-            table = self._item_table(index)
-            self._columns[index] = decode_stored_columns(table, self.path, self._names)
+            columns = decode_stored_columns(self._item_table(index), self.path, self._names)
+            self._columns[index] = columns
         return self._columns[index]
+
+    def tables(self) -> Iterator[tuple[list[int], ItemColumns]]:
+        """Each item table once, with the ranks that have it, ascending; no table is kept."""
+        members = self._members
+        for block in np.unique(members.items).tolist():
+            columns = decode_stored_columns(self._item_table(block), self.path, {})
+            yield members.ranks[members.items == block].tolist(), columns
 
     def _row(self, rank: int) -> int:
         members = self._members
@@ -489,10 +497,7 @@ class ManifestReader:
 
 
 def _starts_of(first: int, sections: Sequence[Section]) -> list[int]:
-    starts = [first]
-    for section in sections:
-        starts.append(starts[-1] + section.stored)
-    return starts
+    return list(accumulate((section.stored for section in sections), initial=first))
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
