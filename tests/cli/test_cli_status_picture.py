@@ -35,13 +35,14 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
     job["nodes"][0]["memory"] = {"budget": 8 << 30, "leased": 5 << 30, "cache": 1 << 30}
     lines = shown(
         {
-            "agent": agent | {"memory": memory, "cache_bytes": 2 << 20},
+            "agent": agent | {"memory": memory, "cache_bytes": 2 << 20, "index_bytes": 58 << 20},
             "jobs": [job, {"store": "/t", "job": "k", "joined": False, "groups": []}],
             "clients": [],
         }
     ).splitlines()
     words = [
         ("warm", "2.0 MiB of it cache"),
+        ("58.0 MiB for the index of stored chunks",),
         ("tcp://h:9, term 7", "3.0 GiB"),
         ("here, not found yet", "-"),
         ("/s is away for 2 min", "[stale] handle"),

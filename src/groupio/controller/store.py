@@ -24,7 +24,8 @@ from groupio.errors import (
     NotFound,
     StorageError,
 )
-from groupio.format.manifest import ManifestReader, PackedTables, encode_manifest
+from groupio.format.blocks import PackedTables
+from groupio.format.manifest import ManifestReader, encode_manifest
 from groupio.format.records import (
     AbortRecord,
     InflightRecord,
@@ -82,6 +83,8 @@ class JobStore:
     writer: Writer
     file_mode: int | None = None
     io_mode: str = ""
+    indexes: bool = True
+    """Whether saves go through this object: only they use what is known of older epochs."""
     store_id: str = ""
     """Hex, known since the store was opened: nobody has to read it where reading may fail."""
     known: KnownChunks = field(default_factory=KnownChunks)
@@ -95,6 +98,10 @@ class JobStore:
     """The write ids of attempts that may be visible although the store did not say so."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
     _packed_tables: PackedTables = field(default_factory=dict)
+
+    def for_controller(self) -> JobStore:
+        """The same store anew, for a controller through which nobody saves."""
+        return JobStore(self.path, self.job, self.node, self.writer, self.file_mode, indexes=False)
 
     @property
     def backend(self) -> PosixBackend:
@@ -196,7 +203,7 @@ class JobStore:
         lineages = lines.by_number(state.lineages)
         shown = lines.visible((c.key for c in state.committed), lineages, lines.current(lineages))
         self.known = KnownChunks()
-        if not shown:
+        if not shown or not self.indexes:
             return
         key = shown[max(shown)]
         try:
@@ -333,7 +340,8 @@ class JobStore:
             if self.backend.commit_prepared(key):
                 manifest = self._prepared.pop(key, None)
                 if manifest is not None:
-                    self.known.add_epoch(manifest)
+                    if self.indexes:
+                        self.known.add_epoch(manifest)
                     self.saved.add(manifest)
                 return True, True
             return self.standing(key)
