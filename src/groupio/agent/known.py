@@ -80,13 +80,19 @@ class Epoch(Protocol):
     """The part of a manifest that the index is built from: a Manifest, or a reader of one."""
 
     @property
-    def header(self) -> EpochHeader: ...
+    def header(self) -> EpochHeader:
+        """Whose epoch it is."""
+        ...
 
     @property
-    def segments(self) -> tuple[SegmentRef, ...]: ...
+    def segments(self) -> tuple[SegmentRef, ...]:
+        """The segments that it uses."""
+        ...
 
     @property
-    def chunks(self) -> ChunkTable: ...
+    def chunks(self) -> ChunkTable:
+        """Its chunks, all in these segments."""
+        ...
 
 
 class KnownChunks:
