@@ -180,6 +180,10 @@ class JobStore:
         except GroupIOError as error:
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
+    def forget_chunks(self) -> None:
+        """Refer to no chunk of an older epoch until the next one is committed."""
+        self.known = KnownChunks()
+
     def check_identity(self) -> None:
         """Raise StorageError when another file system or directory is at the path now."""
         self.backend.check_identity()
@@ -321,7 +325,7 @@ class JobStore:
         except (NotFound, IntegrityError):
             there = -1
         if there != size:
-            self.known = KnownChunks()
+            self.forget_chunks()
             raise IntegrityError(
                 f"Segment {name}, to which this epoch refers, {_gone(there, size)}; save again: "
                 "its chunks are written anew.",
