@@ -131,3 +131,35 @@ def test_another_store_replaces_everything() -> None:
 def test_a_digest_of_another_size_is_refused() -> None:
     with pytest.raises(InvalidInput, match="32 bytes, not 3"):
         KnownChunks().discard(b"abc")
+
+
+def test_epochs_in_turn_keep_what_the_model_keeps() -> None:
+    """Against a dictionary that is built anew from the manifests of the epochs kept."""
+    order = np.random.default_rng(5).integers(1, 12, 80).tolist()
+    known, kept = KnownChunks(epochs_kept=3), dict[int, dict[bytes, tuple[str, int]]]()
+    for number in order:
+        rng = np.random.default_rng(number)
+        found = [digest(int(i)) for i in rng.permutation(30)[: rng.integers(0, 20)]]
+        segments = (
+            SegmentRef(f"{number}", 9, own=True),
+            SegmentRef("older", 9, own=False, age=3),
+            SegmentRef("worn", 9, own=False, age=63 + number % 2),
+        )
+        homes = rng.integers(0, 3, len(found)).tolist()
+        known.add_epoch(epoch(number, found, segments=segments, in_segments=homes))
+        kept.pop(number, None)
+        kept[number] = {
+            name: (segments[home].name, 4096 + 16 * i)
+            for i, (name, home) in enumerate(zip(found, homes, strict=True))
+            if segments[home].age < 64
+        }
+        while len(kept) > 3:
+            del kept[next(iter(kept))]
+        model = {name: place for one in kept.values() for name, place in one.items()}
+        index = known.index
+        segment_of = [index.refs[number].name for number in index.segments.tolist()]
+        places = zip(segment_of, index.offsets.tolist(), strict=True)
+        rows = [row.tobytes() for row in index.digests]
+        assert dict(zip(rows, places, strict=True)) == model
+        assert len({ref.name for ref in index.refs}) == len(index.refs) <= 3 + 2
+        assert index.nbytes == 58 * len(model)

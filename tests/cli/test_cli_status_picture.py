@@ -37,13 +37,14 @@ def test_nodes_links_levels_and_what_is_missing() -> None:
     lonely["why_not"] = "[n9] has another token"
     lines = shown(
         {
-            "agent": agent | {"memory": memory, "cache_bytes": 2 << 20},
+            "agent": agent | {"memory": memory, "cache_bytes": 2 << 20, "index_bytes": 58 << 20},
             "jobs": [job, lonely],
             "clients": [],
         }
     ).splitlines()
     words = [
         ("warm", "2.0 MiB of it cache"),
+        ("58.0 MiB for the index of stored chunks",),
         ("tcp://h:9, term 7", "3.0 GiB"),
         ("here, not found yet", "-"),
         ("/t has no controller yet: [n9] has another token",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,3 +89,27 @@ def test_a_manifest_gives_the_columns_of_its_members() -> None:
         assert items_id(encode_items(reader.member(member.rank).items)) == member.items_id
     with pytest.raises(NotFound, match="no member 77"):
         reader.columns(77)
+
+
+def test_a_manifest_gives_each_table_once_with_the_ranks_that_have_it() -> None:
+    manifest = sample_manifest(3)
+    first, second, third = manifest.members
+    third = replace(third, items=first.items, items_id=first.items_id)
+    data = encode_manifest(replace(manifest, members=(first, second, third)))
+    reader = ManifestReader(lambda at, n: data[at : at + n], len(data), "x")
+    found = [(ranks, columns.shape.tolist()) for ranks, columns in reader.tables()]
+    shapes = [[size for item in member.items for size in item.shape] for member in (first, second)]
+    assert found == [([0, 2], shapes[0]), ([1], shapes[1])]
+    assert reader._columns == {}, "the tables of a large job are not kept"
+
+
+def test_items_of_equal_shape_share_it() -> None:
+    table = encode_items(
+        [ItemSpec(str(i), ItemKind.TENSOR, "int16", (2, 3), (2, 3), (0, 0), 12) for i in (1, 2)]
+        + [ItemSpec("shard", ItemKind.TENSOR, "int16", (2, 3), (4, 3), (2, 0), 12)]
+    )
+    one, other, shard = decode_items(table)
+    assert one.shape is other.shape
+    assert one.shape is one.global_shape
+    assert shard.shape is one.shape
+    assert (shard.global_shape, shard.offsets) == ((4, 3), (2, 0))

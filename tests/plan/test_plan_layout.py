@@ -11,7 +11,7 @@ from plan_help import raw, tensor
 from groupio.errors import InvalidInput
 from groupio.model import CHUNK_BYTES, PACK_ITEM_BYTES, PAGE_BYTES, ItemSpec
 from groupio.plan.chunks import chunk_grid
-from groupio.plan.layout import PACK_ALIGN, Wave, lay_out, waves
+from groupio.plan.layout import PACK_ALIGN, Wave, lay_out, lease_bytes, waves
 
 SIZES = st.one_of(
     st.integers(0, 200),
@@ -67,6 +67,12 @@ def root_of(items: list[ItemSpec], i: int) -> int:
 def test_layout_holds_every_item_once(items: list[ItemSpec]) -> None:
     layout = lay_out(items)
     assert layout.total_bytes % PAGE_BYTES == 0
+    columns = (
+        np.array([item.nbytes for item in items], np.int64),
+        np.array([item.replicated for item in items], np.bool_),
+        np.array([item.alias for item in items], np.int32),
+    )
+    assert lease_bytes(*columns) == layout.total_bytes
     end = 0
     owners = [i for i in range(len(items)) if items[i].alias == -1]
     for i in sorted(owners, key=lambda i: (layout.item_start[i], items[i].nbytes)):

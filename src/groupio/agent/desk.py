@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from groupio.agent.peer import Peer, staged_notes
-from groupio.agent.status import status
+from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
 from groupio.errors import GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
 from groupio.model import PAGE_BYTES, Level
@@ -320,6 +320,7 @@ class Desk:
             if state != "budget":
                 driver.metrics.set("groupio_memory_bytes", size, state)
         driver.metrics.set("groupio_memory_budget_bytes", driver.machine.ledger.budget)
+        driver.metrics.set("groupio_index_bytes", index_bytes(driver))
         driver.metrics.set("groupio_clients", len(driver.clients))
         hosts = [job.host for job in driver.jobs.values() if job.host is not None]
         in_flight = sum(len(host.controller.groups) for host in hosts)

@@ -29,6 +29,7 @@ from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
 from groupio.agent.peer import Peer
 from groupio.agent.process import Residence
+from groupio.agent.rest import Rest
 from groupio.agent.uplink import Uplink
 from groupio.agent.workers import WorkerPool
 from groupio.controller.discover import Kind, find_controller
@@ -79,6 +80,7 @@ class Driver:
         self.copies_active = 0
         self.uplink = Uplink(settings.uplink_bytes_per_s)
         self.workers = WorkerPool(copies_active=lambda: self.copies_active, uplink=self.uplink)
+        self.rest = Rest(self.workers.submit_hash, time.monotonic)
         self.foreground = Foreground(self._pace, self._later)
         self.flushing = Flushing(self)
         self.doors = Doors(self)
@@ -156,6 +158,7 @@ class Driver:
         if self._done.done():
             return  # the threads are ending already
         self._loop.call_later(STOP_POLL_S, self._look_around)
+        self.rest.look()
         for path, job in list(self.jobs.items()):
             if job.idle and not any(p.job is job and p.connected for p in self.peers.values()):
                 if self.network is not None and self.network.reads.leave(job):
@@ -469,6 +472,7 @@ class Driver:
             ):
                 self.flushing.execute(effect)
                 if isinstance(effect, fx.EndJob):
+                    self.rest.group_over()
                     self.do(self._forget_groups)
             case fx.KeepContent(group=group, key=key):
                 if self.network is not None:

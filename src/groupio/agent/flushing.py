@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -178,7 +179,7 @@ class Flushing:
         framed = effect.door == "dcp"
 
         def hashed(report: NodeReport) -> None:
-            places = flush.places()
+            places = weak.places()
             if places is not None:
                 network.holdings.hold(group, store.store_id, places)
             self._post(ev.JobHashed(group, report))
@@ -211,6 +212,9 @@ class Flushing:
                 lambda error: self._post(ev.JobFailed(group, error)),
             ),
         )
+        # The job and its base must not keep each other, with all that they know of their chunks:
+        # whether a garbage collector comes by before the next epoch is not certain.
+        weak = weakref.proxy(flush)
         flush.begin(
             FlushJob(
                 backend=store.backend,
@@ -222,7 +226,7 @@ class Flushing:
                 known=store.known if effect.store else None,
                 workers=driver.workers,
                 on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
-                on_done=flush.hashed,
+                on_done=lambda report: weak.hashed(report),
                 on_error=lambda error: self._post(ev.JobFailed(group, error)),
             )
         )

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
+from groupio.errors import IntegrityError
 from groupio.model import DecisionKey, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -73,6 +74,9 @@ class Job:
         """A member was told how far its save is."""
         if isinstance(effect, fx.TellFailed) or effect.level is Level.DURABLE:
             self.opens.pop((effect.seat.client, effect.seat.save_id), None)
+        if isinstance(effect, fx.TellFailed) and isinstance(effect.error, IntegrityError):
+            # What the save referred to may be gone: the next one writes all its chunks anew.
+            self.store.forget_chunks()
 
     def opens_now(self) -> tuple[ev.MemberOpened, ...]:
         """The open saves, with what of their time has passed by now."""

@@ -28,7 +28,6 @@ from groupio.controller.discover import Where
 from groupio.controller.host import Host
 from groupio.controller.lines import Lines, from_ages
 from groupio.controller.opening import open_coordinator
-from groupio.controller.store import JobStore
 from groupio.controller.transport import ControlClient
 from groupio.errors import (
     ControllerLost,
@@ -448,7 +447,7 @@ class Joining:
     def _host(self, term: int, before: tuple[str, str] | None) -> None:
         driver, store = self._driver, self._job.store
         log.info("job %s: this agent has the controller, term %d", store.job, term)
-        own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
+        own = store.for_controller()
         name = blake3(f"{store.store_id} {term}".encode()).digest()
         host = Host(
             self._job.path,

@@ -1,20 +1,22 @@
 """Which chunks the store has already: the digests of the newest committed epochs.
 
-Sorted arrays, not a dictionary: 80 bytes a chunk, and thousands of digests are looked up by one
-call. A hit is only a hit when all 32 bytes and the length are equal.
+Sorted arrays, not a dictionary: 58 bytes a chunk, and thousands of digests are looked up by one
+call. A hit is only a hit when all 32 bytes and the length are equal. The arrays are all that is
+kept of an epoch.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from groupio.errors import InvalidInput
-from groupio.model import DIGEST_BYTES, ChunkTable, DecisionKey, Manifest, SegmentRef
+from groupio.model import DIGEST_BYTES, ChunkTable, DecisionKey, EpochHeader, SegmentRef
 
 EPOCHS_KEPT = 2
 """The index holds the chunks of this many epochs, those added last."""
@@ -28,17 +30,24 @@ class KnownIndex:
     """A fixed set of known chunks, ascending by ``prefix``.
 
     ``prefix`` uint64[n] (the first 8 bytes of the digest), ``digests`` uint8[n, 32], ``lengths``
-    and ``offsets`` int64[n], ``segments`` int32[n] into ``refs``; ``alive`` bool[n] is the one
-    array that changes: False once the chunk was found damaged.
+    int32[n], ``offsets`` int64[n], ``segments`` int32[n] into ``refs``, ``epochs`` uint8[n] (whose
+    entry it is, a number of :class:`KnownChunks`); ``alive`` bool[n] is the one array that changes:
+    False once the chunk was found damaged.
     """
 
     prefix: npt.NDArray[np.uint64]
     digests: npt.NDArray[np.uint8]
-    lengths: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
     segments: npt.NDArray[np.int32]
+    epochs: npt.NDArray[np.uint8]
     alive: npt.NDArray[np.bool_]
     refs: tuple[SegmentRef, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the arrays, in bytes."""
+        return sum(getattr(self, name).nbytes for name in _COLUMNS)
 
     def find(
         self, digests: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64]
@@ -64,11 +73,26 @@ class KnownIndex:
             at[open_] += 1
 
 
-class _Epoch(NamedTuple):
-    """The part of a manifest that the index is built from."""
+_COLUMNS = ("prefix", "digests", "lengths", "offsets", "segments", "epochs", "alive")
 
-    segments: tuple[SegmentRef, ...]
-    chunks: ChunkTable
+
+class Epoch(Protocol):
+    """The part of a manifest that the index is built from: a Manifest, or a reader of one."""
+
+    @property
+    def header(self) -> EpochHeader:
+        """Whose epoch it is."""
+        ...
+
+    @property
+    def segments(self) -> tuple[SegmentRef, ...]:
+        """The segments that it uses."""
+        ...
+
+    @property
+    def chunks(self) -> ChunkTable:
+        """Its chunks, all in these segments."""
+        ...
 
 
 class KnownChunks:
@@ -84,31 +108,38 @@ class KnownChunks:
         self._rewrite_after = rewrite_after_epochs
         self._lock = threading.Lock()
         self._store_id: str | None = None
-        self._epochs: dict[DecisionKey, _Epoch] = {}
-        self._index = _build([], rewrite_after_epochs)
+        self._epochs: dict[DecisionKey, int] = {}
+        """The numbers of the epochs in the index, those added last at the end."""
+        self._index = _nothing()
 
     @property
     def index(self) -> KnownIndex:
         """What is known now; a job keeps using the one that it started with."""
         return self._index
 
-    def add_epoch(self, manifest: Manifest) -> None:
-        """Add a committed epoch; an epoch of another store replaces everything known."""
-        header = manifest.header
+    def add_epoch(self, epoch: Epoch) -> None:
+        """Add a committed epoch; an epoch of another store replaces everything known.
+
+        Where ``epoch`` is a reader, what it raises passes through and nothing has changed.
+        """
+        header, segments, chunks = epoch.header, epoch.segments, epoch.chunks
         key = DecisionKey(header.lineage, header.epoch, header.attempt)
         with self._lock:
             if header.store_id != self._store_id:
                 self._epochs.clear()
                 self._store_id = header.store_id
             self._epochs.pop(key, None)
-            self._epochs[key] = _Epoch(manifest.segments, manifest.chunks)
-            while len(self._epochs) > self._epochs_kept:
+            while len(self._epochs) >= self._epochs_kept:
                 del self._epochs[next(iter(self._epochs))]
-            dead = self._index.digests[~self._index.alive]
-            fresh = {segment.name for segment in manifest.segments if segment.own}
-            self._index = _build(list(self._epochs.values()), self._rewrite_after)
+            kept = np.zeros(self._epochs_kept, np.bool_)
+            kept[list(self._epochs.values())] = True
+            self._epochs[key] = number = int(np.flatnonzero(~kept)[0])
+            old = self._index
+            dead = old.digests[~old.alive]
+            young = [ref.age < self._rewrite_after for ref in segments]
+            self._index = _join(segments, chunks, young, number, old, kept[old.epochs])
             # A chunk that this epoch wrote anew is sound again, whatever was known of it.
-            self._bury(dead, spare=fresh)
+            self._bury(dead, spare={segment.name for segment in segments if segment.own})
 
     def discard(self, digest: bytes) -> None:
         """The chunk was found damaged: the next save writes it anew, running jobs too.
@@ -148,40 +179,62 @@ def prefixes(digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(whole[:, 0])
 
 
-def _build(epochs: list[_Epoch], rewrite_after: int) -> KnownIndex:
-    """The index over ``epochs``; a chunk that is in several has the entry of the last one."""
-    refs: list[SegmentRef] = []
-    numbers: dict[str, int] = {}
-    digests = [np.empty((0, DIGEST_BYTES), np.uint8)]
-    lengths, offsets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    segments = [np.empty(0, np.int32)]
-    for epoch in reversed(epochs):
-        chunks = epoch.chunks
-        mapping = np.full(len(epoch.segments), -1, np.int32)
-        for i, ref in enumerate(epoch.segments):
-            if ref.age < rewrite_after:
-                if ref.name not in numbers:
-                    numbers[ref.name] = len(refs)
-                    refs.append(SegmentRef(ref.name, ref.bytes, own=False, age=ref.age))
-                mapping[i] = numbers[ref.name]
-        usable = mapping[chunks.segments] >= 0
-        digests.append(chunks.digests[usable])
-        lengths.append(chunks.lengths[usable])
-        offsets.append(chunks.offsets[usable])
-        segments.append(mapping[chunks.segments[usable]])
-    all_digests = np.concatenate(digests)
-    prefix = prefixes(all_digests)
-    order = np.argsort(prefix, kind="stable")
-    ordered = all_digests[order]
-    repeated = np.zeros(len(order), np.bool_)
-    repeated[1:] = (ordered[1:] == ordered[:-1]).all(axis=1)
-    order = order[~repeated]
+def _nothing() -> KnownIndex:
     return KnownIndex(
-        prefix=prefix[order],
-        digests=all_digests[order],
-        lengths=np.concatenate(lengths)[order],
-        offsets=np.concatenate(offsets)[order],
-        segments=np.concatenate(segments)[order],
+        prefix=np.empty(0, np.uint64),
+        digests=np.empty((0, DIGEST_BYTES), np.uint8),
+        lengths=np.empty(0, np.int32),
+        offsets=np.empty(0, np.int64),
+        segments=np.empty(0, np.int32),
+        epochs=np.empty(0, np.uint8),
+        alive=np.empty(0, np.bool_),
+        refs=(),
+    )
+
+
+def _join(
+    segments: Sequence[SegmentRef],
+    chunks: ChunkTable,
+    young: Sequence[bool],
+    number: int,
+    old: KnownIndex,
+    kept: npt.NDArray[np.bool_],
+) -> KnownIndex:
+    """The index over the chunks in ``young`` segments of epoch ``number``, and the rows ``kept``
+    of ``old``; a chunk that is in both has the entry of the epoch."""
+    refs = {
+        ref.name: SegmentRef(ref.name, ref.bytes, own=False, age=ref.age)
+        for ref, is_young in zip(segments, young, strict=True)
+        if is_young
+    }
+    for i in np.unique(old.segments[kept]).tolist():
+        refs.setdefault(old.refs[i].name, old.refs[i])
+    numbers = {name: i for i, name in enumerate(refs)}
+    fresh = np.array([numbers.get(ref.name, -1) for ref in segments], np.int32)
+    stale = np.array([numbers.get(ref.name, -1) for ref in old.refs], np.int32)
+    rows = np.array(young, np.bool_)[chunks.segments]
+
+    digests = np.concatenate((chunks.digests[rows], old.digests[kept]))
+    order = np.argsort(prefixes(digests), kind="stable")
+    digests = digests[order]
+    whole = digests.view(np.uint64)
+    first = np.ones(len(order), np.bool_)
+    first[1:] = (whole[1:] != whole[:-1]).any(axis=1)
+    order, digests = order[first], digests[first]
+
+    def column(new: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        joined: npt.NDArray[Any] = np.concatenate(
+            (new[rows].astype(before.dtype, copy=False), before[kept])
+        )[order]
+        return joined
+
+    return KnownIndex(
+        prefix=prefixes(digests),
+        digests=digests,
+        lengths=column(chunks.lengths, old.lengths),
+        offsets=column(chunks.offsets, old.offsets),
+        segments=column(fresh[chunks.segments], stale[old.segments]),
+        epochs=column(np.full(len(rows), number, np.uint8), old.epochs),
         alive=np.ones(len(order), np.bool_),
-        refs=tuple(refs),
+        refs=tuple(refs.values()),
     )

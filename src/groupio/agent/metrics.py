@@ -42,6 +42,9 @@ KINDS: dict[str, Kind] = {
     ),
     "groupio_memory_bytes": Kind("gauge", "Arena memory, by state.", ("state",)),
     "groupio_memory_budget_bytes": Kind("gauge", "The memory budget."),
+    "groupio_index_bytes": Kind(
+        "gauge", "Memory of the index of stored chunks, outside the memory budget."
+    ),
     "groupio_clients": Kind("gauge", "Connected clients."),
     "groupio_groups_in_flight": Kind("gauge", "Groups that are not decided yet."),
 }

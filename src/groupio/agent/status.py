@@ -41,6 +41,7 @@ def status(driver: Driver) -> dict[str, Any]:
                 "held_s": round(driver.uplink.held_s, 3),
             },
             "cache_bytes": _cache_bytes(ledger),
+            "index_bytes": index_bytes(driver),
         },
         "jobs": [_job(job) for job in driver.jobs.values()],
         "clients": [
@@ -65,6 +66,11 @@ def tell_memory(driver: Driver, job: Job) -> None:
         job.host.lines.memory[driver.node] = said
     elif job.joining is not None:
         job.joining.tell_swarm(said)
+
+
+def index_bytes(driver: Driver) -> int:
+    """What is known of the chunks of older epochs takes so much, outside the budget."""
+    return sum(job.store.known.index.nbytes for job in driver.jobs.values())
 
 
 def _cache_bytes(ledger: Ledger) -> int:

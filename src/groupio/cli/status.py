@@ -127,6 +127,8 @@ def _agent(agent: dict[str, Any]) -> RenderableType:
     rows.add_row("memory", f"{size(memory['leased'])} leased of {size(memory['budget'])}")
     warm = f"{size(memory['free'])} warm ({size(agent.get('cache_bytes', 0))} of it cache)"
     rows.add_row("", f"{warm}, {size(memory['quarantined'])} quarantined")
+    if index := agent.get("index_bytes"):
+        rows.add_row("", f"and {size(index)} for the index of stored chunks")
     if pace := _pace(agent.get("pace") or {}):
         rows.add_row("pace", pace)
     rows.add_row("log", text(agent["log"]))

@@ -114,7 +114,8 @@ class Service:
         duty = self.duty
         keys = Keys.from_env(os.environ)
         gate = Gate(f"tcp://{duty.host}:{duty.port}", keys, duty.node, self.life, self._find)
-        store = JobStore(duty.path, duty.job, duty.node, Writer.of_this_process(), duty.file_mode)
+        writer = Writer.of_this_process()
+        store = JobStore(duty.path, duty.job, duty.node, writer, duty.file_mode, indexes=False)
         coordinator: Coordinator | None = None
         try:
             store_id = await asyncio.to_thread(lambda: store.follow(create=True))
@@ -234,7 +235,7 @@ class Service:
             )
 
     def _make_host(self, rule: Rule, store: JobStore) -> Host:
-        own = JobStore(store.path, store.job, store.node, store.writer, store.file_mode)
+        own = store.for_controller()
         # Group numbers of two rules never meet.
         name = blake3(f"{store.store_id} {rule.term}".encode()).digest()
         first = int.from_bytes(name[:4], "little") % (1 << 31) << 20

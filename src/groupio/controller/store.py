@@ -6,7 +6,8 @@ import errno
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -23,7 +24,8 @@ from groupio.errors import (
     NotFound,
     StorageError,
 )
-from groupio.format.manifest import ManifestReader, PackedTables, encode_manifest
+from groupio.format.blocks import PackedTables
+from groupio.format.manifest import ManifestReader, encode_manifest
 from groupio.format.records import (
     AbortRecord,
     InflightRecord,
@@ -36,7 +38,7 @@ from groupio.format.records import (
 )
 from groupio.model import DecisionKey, Lineage, Manifest
 from groupio.plan import dedup
-from groupio.plan.layout import lay_out
+from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
@@ -81,6 +83,8 @@ class JobStore:
     writer: Writer
     file_mode: int | None = None
     io_mode: str = ""
+    indexes: bool = True
+    """Whether saves go through this object: only they use what is known of older epochs."""
     store_id: str = ""
     """Hex, known since the store was opened: nobody has to read it where reading may fail."""
     known: KnownChunks = field(default_factory=KnownChunks)
@@ -94,6 +98,10 @@ class JobStore:
     """The write ids of attempts that may be visible although the store did not say so."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
     _packed_tables: PackedTables = field(default_factory=dict)
+
+    def for_controller(self) -> JobStore:
+        """The same store anew, for a controller through which nobody saves."""
+        return JobStore(self.path, self.job, self.node, self.writer, self.file_mode, indexes=False)
 
     @property
     def backend(self) -> PosixBackend:
@@ -167,9 +175,14 @@ class JobStore:
     def learn(self, key: DecisionKey) -> None:
         """Index the chunks of an epoch that a controller elsewhere committed."""
         try:
-            self.known.add_epoch(self.read_manifest(key))
+            with self._manifest(key) as manifest:
+                self.known.add_epoch(manifest)
         except GroupIOError as error:
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
+
+    def forget_chunks(self) -> None:
+        """Refer to no chunk of an older epoch until the next one is committed."""
+        self.known = KnownChunks()
 
     def check_identity(self) -> None:
         """Raise StorageError when another file system or directory is at the path now."""
@@ -194,22 +207,26 @@ class JobStore:
         lineages = lines.by_number(state.lineages)
         shown = lines.visible((c.key for c in state.committed), lineages, lines.current(lineages))
         self.known = KnownChunks()
-        if not shown:
+        if not shown or not self.indexes:
             return
         key = shown[max(shown)]
         try:
-            manifest = self.read_manifest(key)
-            self.known.add_epoch(manifest)
-            sizes = {m.items_id: m.items for m in manifest.members}
-            totals = {name: lay_out(items).total_bytes for name, items in sizes.items()}
-            self.lease_bytes = {m.rank: totals[m.items_id] for m in manifest.members}
+            with self._manifest(key) as manifest:
+                # Table by table: those of a whole job are large.
+                self.lease_bytes = {
+                    rank: lease_bytes(table.nbytes, table.replicated, table.alias)
+                    for ranks, table in manifest.tables()
+                    for rank in ranks
+                }
+                self.known.add_epoch(manifest)
         except GroupIOError as error:
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
-    def read_manifest(self, key: DecisionKey) -> Manifest:
-        """The manifest of a committed epoch."""
+    @contextmanager
+    def _manifest(self, key: DecisionKey) -> Iterator[ManifestReader]:
+        """The manifest of a committed epoch, to be read part by part."""
         with self.backend.reader("epochs", str(key)) as reader:
-            return ManifestReader(reader.read, reader.size, reader.path).manifest()
+            yield ManifestReader(reader.read, reader.size, reader.path)
 
     # -- effects ---------------------------------------------------------------------------------
 
@@ -308,7 +325,7 @@ class JobStore:
         except (NotFound, IntegrityError):
             there = -1
         if there != size:
-            self.known = KnownChunks()
+            self.forget_chunks()
             raise IntegrityError(
                 f"Segment {name}, to which this epoch refers, {_gone(there, size)}; save again: "
                 "its chunks are written anew.",
@@ -327,7 +344,8 @@ class JobStore:
             if self.backend.commit_prepared(key):
                 manifest = self._prepared.pop(key, None)
                 if manifest is not None:
-                    self.known.add_epoch(manifest)
+                    if self.indexes:
+                        self.known.add_epoch(manifest)
                     self.saved.add(manifest)
                 return True, True
             return self.standing(key)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -266,9 +266,11 @@ def _ints(items: Sequence[ItemSpec], what: str, form: str, values: list[int]) ->
 
 def _decode(table: bytes) -> tuple[ItemSpec, ...]:
     found = _decode_columns(table, {})
-    shapes, global_shapes, offsets = (
-        _split_dims(flat, found.ndim) for flat in (found.shape, found.global_shape, found.offsets)
-    )
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes = _split_dims(found.shape, found.ndim, same)
+    whole = np.array_equal(found.shape, found.global_shape)
+    global_shapes = shapes if whole else _split_dims(found.global_shape, found.ndim, same)
+    offsets = _split_dims(found.offsets, found.ndim, same)
     return tuple(
         map(
             ItemSpec,
@@ -355,11 +357,15 @@ def _split_words(blob: bytes) -> list[str]:
 
 
 def _split_dims(
-    flat: npt.NDArray[np.int64], ndim: npt.NDArray[np.uint8]
-) -> Iterator[tuple[int, ...]]:
+    flat: npt.NDArray[np.int64],
+    ndim: npt.NDArray[np.uint8],
+    same: dict[tuple[int, ...], tuple[int, ...]],
+) -> list[tuple[int, ...]]:
+    """The dimensions of each item; equal ones are one tuple, for a model has few different."""
     values = tuple(flat.tolist())
     ends = np.cumsum(ndim, dtype=np.int64).tolist()
-    return (values[a:b] for a, b in zip([0, *ends], ends, strict=False))
+    share = same.setdefault
+    return [share(d, d) for d in [values[a:b] for a, b in zip([0, *ends], ends, strict=False)]]
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -443,7 +449,7 @@ def _check_sizes(names: Sequence[str], words: list[str], columns: _Columns) -> N
     wrong = tensor & (elements * item_sizes[columns.dtype] != columns.nbytes)
     if wrong.any():
         row = int(wrong.argmax())
-        shape = list(_split_dims(columns.shape, columns.ndim))[row]
+        shape = _split_dims(columns.shape, columns.ndim, {})[row]
         raise _Problem(
             f"tensor {names[row][:200]!r} of {int(columns.nbytes[row])} bytes does not fit shape "
             f"{shape} of {words[int(columns.dtype[row])]}"

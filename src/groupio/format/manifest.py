@@ -16,8 +16,9 @@ Nothing in the file stands under no digest, and nothing else may stand in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from groupio.errors import FormatError, IntegrityError, InvalidInput, NotFound
+from groupio.format.blocks import Blocks, PackedTables
 from groupio.format.codec import decode_plain, encode_plain
 from groupio.format.columns import (
     DELTA,
@@ -50,7 +52,6 @@ from groupio.format.items import (
     ItemColumns,
     decode_stored_columns,
     decode_stored_items,
-    encode_items,
     items_id,
 )
 from groupio.format.limits import (
@@ -124,9 +125,6 @@ class _SegmentRow(msgspec.Struct, array_like=True, frozen=True):
     age: Annotated[int, Meta(ge=0, le=AGE_MAX)]
 
 
-PackedTables = dict[bytes, tuple[Section, bytes]]
-"""Item tables as they are stored, by their ids."""
-
 _SegmentRows = Annotated[tuple[_SegmentRow, ...], Meta(max_length=SEGMENTS_MAX)]
 _BlockRows = Annotated[tuple[Section, ...], Meta(max_length=2 * WORLD_SIZE_MAX)]
 
@@ -142,7 +140,7 @@ def encode_manifest(manifest: Manifest, packed_tables: PackedTables | None = Non
     header = manifest.header
     chunks = _checked_chunks(manifest)
     earlier = {} if packed_tables is None else packed_tables
-    blocks = _Blocks(earlier)
+    blocks = Blocks(earlier)
     rows = np.empty((4, len(manifest.members)), "<i8")
     for column, member in enumerate(manifest.members):
         rows[:, column] = (
@@ -181,54 +179,6 @@ def encode_manifest(manifest: Manifest, packed_tables: PackedTables | None = Non
     except (IntegrityError, FormatError) as error:
         raise InvalidInput(f"the manifest cannot be written: {error.message}") from None
     return data
-
-
-class _Blocks:
-    """Collects item tables and arrays of refs; equal ones become one block."""
-
-    def __init__(self, earlier: PackedTables) -> None:
-        self.tables: PackedTables = {}
-        self._earlier = earlier
-        self.sections: list[Section] = []
-        self.stored: list[bytes] = []
-        self._by_content: dict[bytes, int] = {}
-
-    def items(self, member: MemberTable) -> int:
-        """The block of the member's item table."""
-        block = self._by_content.get(member.items_id)
-        if block is not None:
-            return block
-        packed = self._earlier.get(member.items_id)
-        if packed is None:
-            table = encode_items(member.items)
-            if items_id(table) != member.items_id:
-                raise InvalidInput(
-                    f"the manifest cannot be written: the items_id of rank {member.rank} is not "
-                    "the digest of its item table"
-                )
-            packed = pack_bytes(table)
-        self.tables[member.items_id] = packed
-        return self._add(member.items_id, *packed)
-
-    def refs(self, member: MemberTable, chunks: int) -> int:
-        """The block of the member's refs."""
-        refs = member.refs
-        if len(refs) and not 0 <= int(refs.min()) <= int(refs.max()) < chunks:
-            raise InvalidInput(
-                f"the manifest cannot be written: a ref of rank {member.rank} is not one of the "
-                f"{chunks} chunks"
-            )
-        narrow = np.ascontiguousarray(refs, "<i4")
-        # The prefix keeps an array of refs from ever being taken for the id of an item table.
-        content = b"refs" + narrow.tobytes()
-        block = self._by_content.get(content)
-        return self._add(content, *pack_array(narrow)) if block is None else block
-
-    def _add(self, content: bytes, section: Section, stored: bytes) -> int:
-        block = self._by_content[content] = len(self.stored)
-        self.sections.append(section)
-        self.stored.append(stored)
-        return block
 
 
 def _pack(value: Any) -> bytes:
@@ -360,6 +310,13 @@ class ManifestReader:
             self._columns[index] = decode_stored_columns(table, self.path, self._names)
         return self._columns[index]
 
+    def tables(self) -> Iterator[tuple[list[int], ItemColumns]]:
+        """Each item table once, with the ranks that have it, ascending; no table is kept."""
+        members = self._members
+        for block in np.unique(members.items).tolist():
+            columns = decode_stored_columns(self._item_table(block), self.path, {})
+            yield members.ranks[members.items == block].tolist(), columns
+
     def _row(self, rank: int) -> int:
         members = self._members
         row = int(np.searchsorted(members.ranks, rank))
@@ -489,10 +446,7 @@ class ManifestReader:
 
 
 def _starts_of(first: int, sections: Sequence[Section]) -> list[int]:
-    starts = [first]
-    for section in sections:
-        starts.append(starts[-1] + section.stored)
-    return starts
+    return list(accumulate((section.stored for section in sections), initial=first))
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:

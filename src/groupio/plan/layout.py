@@ -83,7 +83,8 @@ def lay_out(items: Sequence[ItemSpec]) -> Layout:
 
     owner = np.ones(n, np.bool_)
     owner[list(roots)] = False
-    item_start, ordered, total_bytes = _place(items, nbytes, owner)
+    replicated = np.fromiter((item.replicated for item in items), np.bool_, n)
+    item_start, ordered, total_bytes = _place(nbytes, replicated, owner)
     per_item = n_chunks[ordered]
     first = np.cumsum(per_item) - per_item
     item_chunk = np.zeros(n, np.int64)
@@ -112,6 +113,13 @@ def lay_out(items: Sequence[ItemSpec]) -> Layout:
         chunk_start=chunk_start,
         chunk_length=chunk_length,
     )
+
+
+def lease_bytes(
+    nbytes: npt.NDArray[np.int64], replicated: npt.NDArray[np.bool_], alias: npt.NDArray[np.int32]
+) -> int:
+    """``total_bytes`` of the layout of valid items, from these columns of their table alone."""
+    return _place(nbytes, replicated, alias < 0)[2]
 
 
 def waves(layout: Layout, window_bytes: int) -> list[Wave]:
@@ -171,12 +179,11 @@ def _count_chunks(items: Sequence[ItemSpec]) -> tuple[list[int], list[tuple[int,
 
 
 def _place(
-    items: Sequence[ItemSpec], nbytes: npt.NDArray[np.int64], owner: npt.NDArray[np.bool_]
+    nbytes: npt.NDArray[np.int64], replicated: npt.NDArray[np.bool_], owner: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
     """Start of every item that owns its bytes, those items in virtual order, and the end."""
     large = nbytes >= PACK_ITEM_BYTES
-    replicated = np.fromiter((item.replicated for item in items), np.bool_, len(items))
-    item_start = np.zeros(len(items), np.int64)
+    item_start = np.zeros(len(nbytes), np.int64)
     order = []
     end = 0
     for select, align in (
