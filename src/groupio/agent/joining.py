@@ -111,7 +111,9 @@ class Joining:
             store_id = store.follow(create=create)
         except NotFound:
             return None
-        made = open_coordinator(self.where, store.backend, store_id, on_lost=self._deposed)
+        made = open_coordinator(
+            self.where, store.backend, store_id, on_lost=self._deposed, after=store.after
+        )
         self._made = Election(
             made,
             self.where,

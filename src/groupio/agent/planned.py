@@ -79,7 +79,7 @@ class PlannedFlush:
     def __init__(
         self,
         *,
-        backend: Backend,
+        backend: Callable[[], Backend],
         store_id: str,
         key: DecisionKey,
         node: str,
@@ -90,7 +90,9 @@ class PlannedFlush:
         told: Told,
         wrote: Callable[[int, float], None],
     ) -> None:
-        """``wrote`` is told of bytes written and the seconds that they took."""
+        """``backend`` gives each round that writes its own: the store may have been away since.
+        ``wrote`` is told of bytes written and the seconds that they took.
+        """
         self._backend = backend
         self._store_id = store_id
         self._key = key

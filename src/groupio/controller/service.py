@@ -117,7 +117,7 @@ class Service:
         try:
             store_id = await asyncio.to_thread(lambda: store.follow(create=True))
             coordinator = open_coordinator(
-                duty.where, store.backend, store_id, on_lost=self._on_lost
+                duty.where, store.backend, store_id, on_lost=self._on_lost, after=store.after
             )
             port = gate.address.rpartition(":")[2]
             address = f"tcp://{reachable(duty.host)}:{port}"
