@@ -364,6 +364,9 @@ def test_who_rules_is_asked_through_new_handles(
             dead.cut()
             again = one.campaign("n0", life, "tcp://h:1", time.monotonic() + 5, over=rule.term)
             assert again.term == rule.term + 1
+            dead.cut()
+            one.resign()
+            assert one.current(time.monotonic() + 5) is None
         with StoreCoordinator(store.backend) as other:
             dead.cut()
             with pytest.raises(StorageError):

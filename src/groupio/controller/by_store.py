@@ -113,7 +113,7 @@ class StoreCoordinator(Coordinator):
         After a StorageError the rule is given up too, but others only notice by the silence.
         """
         held = self._drop()
-        if held is not None:
+        if held is not None and max(self._terms(), default=0) <= held.term:
             # False: another has taken over already, and that is as good.
             self._create(Rule(held.term + 1, "", held.node, held.life))
 
