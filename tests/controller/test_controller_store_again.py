@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dead_handles import DeadHandles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from plan_help import raw, report
 
+from dead_handles import DeadHandles
 from groupio.agent.identity import Writer
 from groupio.backend.posix import PosixBackend
 from groupio.controller.by_store import StoreCoordinator

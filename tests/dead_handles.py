@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ NAMES = (
 class DeadHandles:
     """After :meth:`cut` each call on what was open below ``path`` fails with ``error``."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, path: str, error: int) -> None:
-        self._path, self._error = path, error
+    def __init__(self, patch: pytest.MonkeyPatch, path: str | Path, error: int) -> None:
+        self._path, self._error = str(path), error
         self._dead: set[int] = set()
         self.failed = 0
         for name in NAMES:
