@@ -65,7 +65,7 @@ def store_away(cluster: Cluster) -> Any:
     return until(lambda: node.status()["jobs"][0]["store_away"], 20, cluster.logs)
 
 
-@pytest.mark.parametrize("size", [1, 3], ids=["one node", "three nodes"])
+@pytest.mark.parametrize("size", [3], ids=["three nodes"])
 def test_saves_wait_for_the_mount(mount: FuseMount, make_cluster: Any, size: int) -> None:
     cluster, ranks = begin(make_cluster, mount, size)
     mount.die()
