@@ -134,6 +134,11 @@ class SegmentWriter:
         """How many segments were begun."""
         return len(self._segments)
 
+    @property
+    def names(self) -> list[str]:
+        """The files made so far."""
+        return [segment.name for segment in self._segments if segment.file is not None]
+
     def append(self, digests: Sequence[bytes], new: NewChunks, tensors: Tensors) -> Place:
         """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
         placement = place(new)
