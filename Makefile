@@ -1,9 +1,10 @@
 # make demo     the whole story on this machine: train, kill a rank, resume bit for bit
-# make test     every check and every test (about a quarter of an hour on two cores)
+# make test     every check and every test but the slow ones (about ten minutes on two cores)
+# make examples each of the examples trains, is resumed, and ends where it would have ended
 # make check    only the static checks
 # make sim      10,000 seeds of the simulator (about seven minutes; SEEDS, SEED and JSON may be set)
 # make soak     100,000 seeds of it
-# make proof    the slow proofs, which `make test` leaves out
+# make proof    the slow proofs
 #
 # Everything runs in ./.venv. Set PYTHON to choose the interpreter (3.11, 3.12 or 3.13).
 
@@ -16,13 +17,15 @@ BIN := $(VENV)/bin
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 SOURCES := src tests examples $(wildcard benchmarks)
 PURE := plan protocol format
+LONG := crash bench e2e torch
+SHORT := $(filter-out $(PURE) $(LONG) examples __pycache__,$(notdir $(patsubst %/,%,$(wildcard tests/*/))))
 comma := ,
 space := $(subst ,, )
 
 SEEDS ?= 10000
 SIM := $(BIN)/python -m groupio.testing.sim
 
-.PHONY: help demo test check sim soak proof format tools clean
+.PHONY: help demo test examples check sim soak proof format tools clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -81,14 +84,23 @@ check: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -q tests/test_tidy.py
 
 # The pure core comes first, under coverage: every branch of it has to be taken, by the same examples
-# each time, or it would be luck whether a rare branch is.
+# each time, or it would be luck whether a rare branch is. The rest waits more than it computes; its
+# files are given out one by one, the long ones first. Byte code is made because agents and ranks are
+# started some thousand times, which would compile everything where PYTHONDONTWRITEBYTECODE is set.
 test: tools check
-	$(BIN)/coverage run -m pytest --hypothesis-seed=0 $(PURE:%=tests/%)
+	$(BIN)/python -m compileall -q src/groupio
+	$(BIN)/coverage erase
+	printf '%s\n' $(PURE) | xargs -P 2 -I{} \
+	    $(BIN)/coverage run -p -m pytest -q --hypothesis-seed=0 tests/{}
+	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --fail-under=100 --skip-covered --show-missing \
 	    --include='$(subst $(space),$(comma),$(PURE:%=src/groupio/%/*))'
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PURE:%=--ignore=tests/%) \
-	    --ignore=tests/test_tidy.py
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	    $(addprefix tests/,$(LONG) $(SHORT)) tests/test_docs.py
 	$(SIM) --seeds 500 --jobs 2 $(SEED:%=--seed %)
+
+examples: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest tests/examples
 
 # Every single fault of the small world first, then fresh seeds of all sizes on all cores.
 sim: $(VENV)/.dev-installed

@@ -107,8 +107,10 @@ class Store:
         known: KnownChunks | None = None,
         backend: Any = None,
         on_wave: Callable[[int, int], None] | None = None,
+        first_seq: int = 0,
+        outcomes: Outcomes | None = None,
     ) -> tuple[FlushJob, Outcomes]:
-        outcomes = Outcomes()
+        outcomes = outcomes or Outcomes()
         job = FlushJob(
             backend=backend or self.backend,
             store_id=self.store_id,
@@ -121,6 +123,7 @@ class Store:
             on_wave=on_wave or (lambda rank, wave: outcomes.waves.append((rank, wave))),
             on_done=outcomes.done,
             on_error=outcomes.error,
+            first_seq=first_seq,
         )
         return job, outcomes
 

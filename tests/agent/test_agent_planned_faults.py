@@ -346,6 +346,26 @@ def test_after_cancel_no_thread_uses_memory(nodes: Nodes, own: bool) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
+def test_a_slow_link_is_waited_for(
+    store: Store, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    monkeypatch.setattr(fetching, "PEER_WAIT_S", 0.5)
+    source, target = nodes("n0"), nodes("n1")
+    member = large(1, 4)
+    report = source.hash(member)
+    target.hash()
+    source.fabric.pace.set_rate(report.chunks.lengths.sum() / 2.0)
+    part = moved(report, every(report), keep=keep, write=True)
+    order = NodeOrder(NOTHING, (part,), False)
+    target.flush.run_order(1, order, {"n0": source.address}, (target.room(),) if keep else ())
+    if keep:
+        target.next("replicated")
+    _, written = target.next("stored")
+    check(store, [unstored(report), written], member)
+    assert target.links.link.fabric_ok
+
+
+@pytest.mark.parametrize("keep", [True, False])
 def test_cancel_does_not_wait_for_a_pull(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, keep: bool
 ) -> None:

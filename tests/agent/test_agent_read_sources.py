@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,9 @@ from blake3 import blake3
 
 from groupio.agent import read_sources
 from groupio.agent.read_sources import Part, PeerSource
+from groupio.fabric.pacing import Pacer
 from groupio.fabric.tcp import TcpFabric
-from groupio.testing.holdings import JOB, TOKEN, Holdings, eventually
+from groupio.testing.holdings import JOB, MIB, TOKEN, Holdings, eventually
 
 
 def test_a_read_that_ends_waits_for_no_pull(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +41,25 @@ def test_a_read_that_ends_waits_for_no_pull(monkeypatch: pytest.MonkeyPatch) -> 
         source.close()
         ended = [told.get(timeout=60) for _ in range(2)]
         assert sorted(ended) == [("n1", [0], "lost"), ("n1", [1], "lost")]
+
+
+def test_a_slow_peer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_sources, "PULL_S", 0.5)
+    holdings, size = Holdings(), 256 << 10
+    digests = [holdings.put(random.Random(row).randbytes(size)) for row in range(16)]
+    epoch = SimpleNamespace(
+        table=SimpleNamespace(lengths=np.full(len(digests), size)), digest=digests.__getitem__
+    )
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def hear(source: str, rows: Sequence[int], why: str) -> None:
+        told.put((list(rows), why))
+
+    slow = TcpFabric(token=TOKEN, pace=Pacer(2.0 * MIB))
+    with slow as serving, TcpFabric(token=TOKEN) as fabric:
+        source = PeerSource("n1", cast(Any, epoch), JOB, fabric, serving.serve(holdings), hear)
+        parts = [Part(row, 0, size, memoryview(bytearray(size))) for row in range(len(digests))]
+        source.pull(parts)
+        ended = [told.get(timeout=60) for _ in parts]
+        assert sorted(ended) == [([row], "") for row in range(len(digests))]
+        source.close()

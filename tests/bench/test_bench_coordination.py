@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from bench_help import SOURCE
 
+from groupio.bench import coordination
 from groupio.bench.board import GROUP, Board, Plan, items
 from groupio.bench.coordination import STAGES, summary
 from groupio.errors import GroupTimeout
@@ -20,8 +22,8 @@ from groupio.errors import GroupTimeout
 
 def plan(folder: Path, **fields: float) -> Plan:
     base = {"members": 2, "agents": 2, "chunks": 3, "chunk_bytes": 64, "epochs": 3}
-    chosen: dict[str, Any] = {**base, **fields}
-    made = Plan(folder=str(folder), store="", timeout_s=0.05, **chosen)
+    chosen: dict[str, Any] = {**base, "timeout_s": 0.05, **fields}
+    made = Plan(folder=str(folder), store="", **chosen)
     made.save()
     return made
 
@@ -91,6 +93,23 @@ def test_late_starters_do_not_shorten_a_leg(tmp_path: Path) -> None:
     assert told["median_ms"] == pytest.approx(196.5)
     assert told["spread_ms"] == pytest.approx(26)
     assert told["agents_cpu_ms"] == pytest.approx(40)
+
+
+def test_an_epoch_begins_when_all_agents_know_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordination, "SETTLE_S", 0.0)
+    monkeypatch.setattr(coordination, "REST_S", 0.0)
+    board = Board(made := plan(tmp_path, timeout_s=30.0))
+    board.members(2, "ready")[:] = 1.0
+    for column in ("held", "ordered"):
+        board.nodes(2, column)[:] = 1.0
+    board.say_node(1, 0, "learnt")
+    timer = threading.Timer(0.3, board.say_node, [1, 1, "learnt"])
+    timer.start()
+    coordination._Run(made).epoch(2)
+    timer.join()
+    assert board.group(2, "open") > board.nodes(1, "learnt").max() > 0
 
 
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:

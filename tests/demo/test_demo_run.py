@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.proof  # `make demo` is run by whoever runs `make test`
 @pytest.mark.timeout(300)
 def test_a_small_demonstration_is_proven(tmp_path: Path) -> None:
     command = [

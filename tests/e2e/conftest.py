@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +13,12 @@ from typing import Any
 import pytest
 from netns_help import Net, usable
 from nodes_help import Cluster
+from rank_control import RankControl
 
 from groupio import wire
 from groupio.agent import process
-from groupio.errors import GroupIOError, from_wire
+from groupio.errors import GroupIOError
 from groupio.protocol import messages as msg
-
-RANK = Path(__file__).with_name("rank_process.py")
 
 on_loopback: set[str] = set()
 """Tests whose nodes should have a network of their own, and had none."""
@@ -36,68 +31,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"{len(on_loopback)} tests of several nodes ran on loopback: network namespaces need "
             "root"
         )
-
-
-class Rank:
-    """A rank process under the test's control."""
-
-    def __init__(self, rank: int, environ: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
-        self.rank = rank
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(RANK)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environ,
-            text=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, do: str, **command: Any) -> Rank:
-        """Give a command without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-        return self
-
-    def answer(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The next answer; a typed error that the call raised is raised here."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        if not ready:
-            raise TimeoutError(f"rank {self.rank} (pid {self.pid}) did not answer")
-        line = self.process.stdout.readline()
-        if not line:
-            raise EOFError(f"rank {self.rank} ended with {self.process.wait(10)}")
-        data = json.loads(line)
-        if "raised" in data:
-            raise from_wire(data["raised"])
-        return data
-
-    def ask(self, do: str, timeout_s: float = 60.0, **command: Any) -> dict[str, Any]:
-        return self.send(do, **command).answer(timeout_s)
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.process.send_signal(signal.SIGCONT)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self.process.stdout.close()
 
 
 class Node:
@@ -114,9 +47,9 @@ class Node:
             "PYTHONUNBUFFERED": "1",
             **settings,
         }
-        self.ranks: list[Rank] = []
+        self.ranks: list[RankControl] = []
 
-    def rank(self, rank: int, world: int, store: Path | str, **connect: Any) -> Rank:
+    def rank(self, rank: int, world: int, store: Path | str, **connect: Any) -> RankControl:
         """Start a rank and connect it."""
         return self.start(rank).ask_connected(rank, world, store, connect)
 
@@ -125,7 +58,7 @@ class Node:
         self.ranks.append(one)
         return one
 
-    def world(self, size: int, store: Path | str, **connect: Any) -> list[Rank]:
+    def world(self, size: int, store: Path | str, **connect: Any) -> list[RankControl]:
         """A whole job: ``size`` connected ranks."""
         ranks = [self.start(r) for r in range(size)]
         for r, one in enumerate(ranks):
@@ -183,10 +116,10 @@ class Node:
             self.wait_agent_gone()
 
 
-class _Starting(Rank):
+class _Starting(RankControl):
     def ask_connected(
         self, rank: int, world: int, store: Path | str, connect: dict[str, Any]
-    ) -> Rank:
+    ) -> RankControl:
         self.ask("connect", store=str(store), rank=rank, world_size=world, **connect)
         return self
 

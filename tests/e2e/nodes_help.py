@@ -7,10 +7,8 @@ Ranks are numbered node by node.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -20,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from netns_help import Net
+from rank_control import RankControl
 
 import groupio
 from groupio import wire
 from groupio.agent import process
-from groupio.errors import GroupIOError, from_wire
 from groupio.protocol import messages as msg
 
 HERE = Path(__file__).parent
@@ -32,72 +30,15 @@ TOKEN = "7f" * 32
 READY_S = 40.0
 
 
-class RankOf:
-    """A rank process on a node; it answers commands in order."""
+class RankOf(RankControl):
+    """A rank process on a node."""
 
     def __init__(self, node: MachineNode, rank: int) -> None:
+        super().__init__(rank, node.environ, node.prefix, node.output)
         self.node = node
-        self.rank = rank
-        self.process = subprocess.Popen(
-            [*node.prefix, sys.executable, str(HERE / "rank_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=node.output,
-            env=node.environ,
-            text=True,
-        )
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, do: str, **command: Any) -> RankOf:
-        """Give a command without waiting for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-        return self
-
-    def answer(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The next answer; a typed error that the call raised is raised here."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        if not ready:
-            raise TimeoutError(f"rank {self.rank} did not answer\n{self.node.cluster.logs()}")
-        line = self.process.stdout.readline()
-        if not line:
-            raise EOFError(f"rank {self.rank} ended with {self.process.wait(10)}")
-        data = json.loads(line)
-        if "raised" in data:
-            raise from_wire(data["raised"])
-        return data
-
-    def ask(self, do: str, timeout_s: float = 60.0, **command: Any) -> dict[str, Any]:
-        return self.send(do, **command).answer(timeout_s)
-
-    def outcome(self, timeout_s: float = 60.0) -> dict[str, Any] | GroupIOError:
-        """The next answer, or the typed error."""
-        try:
-            return self.answer(timeout_s)
-        except GroupIOError as error:
-            return error
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.send_signal(signal.SIGCONT)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self.process.stdout.close()
+    def logs(self) -> str:
+        return self.node.cluster.logs()
 
 
 class MachineNode:

@@ -57,3 +57,27 @@ def test_a_sealed_epoch_is_copied_and_waits(make_cluster: Any) -> None:
         node.let("away")
     assert committed(outcomes(ranks, 2))
     restored(ranks[0], 3, 2)
+
+
+def test_one_node_writes_anew_what_it_had_sealed(make_cluster: Any) -> None:
+    """It writes while its ranks copy, and keeps all in memory until that is durable."""
+    cluster = make_cluster(1, hurry=True)
+    node = cluster.nodes[0]
+    node.script = "away_agent.py"
+    cluster.up()
+    ranks = cluster.connect(2)
+    assert committed(save(ranks, 1))
+    ranks[0].ask("hold_copies", folder=str(node.holds))
+    node.hold("copy")
+    call_save(ranks, 2)
+    node.await_hold("copy")
+    (node.holds / "away").write_text("")
+    node.let("copy")
+    released(ranks)
+    for one in ranks:
+        one.send("wait", epoch=2, level="staged", timeout_s=12).answer()
+    assert until(lambda: node.status()["jobs"][0]["store_away"], 20, cluster.logs)
+    node.let("away")
+    assert committed(outcomes(ranks, 2))
+    restored(ranks[0], 2, 2)
+    assert committed(save(ranks, 3))

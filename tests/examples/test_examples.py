@@ -45,14 +45,7 @@ def run(name: str, store: Path, *args: str, ranks: int = 0) -> str:
     return found[-1]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsdp2",
-        pytest.param("ddp", marks=pytest.mark.proof),
-        pytest.param("titan_manager", marks=pytest.mark.proof),
-    ],
-)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "titan_manager"])
 def test_a_job_of_two_ranks_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     whole = run(name, tmp_path / "whole", "--steps", "4", ranks=2)
     half = run(name, tmp_path / "halves", "--steps", "2", ranks=2)

@@ -196,3 +196,14 @@ def test_impossible_rates_are_invalid(rate: float) -> None:
 def test_impossible_shares_are_invalid(share: float) -> None:
     with pytest.raises(InvalidInput):
         Pacer().set_share(share)
+
+
+def test_slow_rates_let_small_pieces_pass() -> None:
+    bucket = Bucket()
+    assert bucket.piece(1 << 20) == 1 << 20
+    for rate, share, nbytes in [(1e9, 1.0, 1 << 20), (2e6, 1.0, 200_000), (2e6, 0.5, 100_000)]:
+        bucket.set(rate, share)
+        assert bucket.piece(1 << 20) == nbytes
+    bucket.set(1000.0, 1.0)
+    assert bucket.piece(1 << 20) == 64 << 10
+    assert bucket.piece(100) == 100

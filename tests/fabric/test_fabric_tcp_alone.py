@@ -34,7 +34,14 @@ from groupio.fabric.base import (
 )
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.serving import Outbox, Row
-from groupio.fabric.stream import LOWER_EFFORT, Stream, format_address, parse_address, tune
+from groupio.fabric.stream import (
+    BUFFER_BYTES,
+    LOWER_EFFORT,
+    Stream,
+    format_address,
+    parse_address,
+    tune,
+)
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import CHUNK_BYTES
 from groupio.testing.holdings import JOB, MIB, TOKEN, Holdings, eventually, soon, want
@@ -365,6 +372,27 @@ def test_connection_ends_before_the_memory_of_a_stuck_send_is_released(
         stream.send(request + frames.WANT.pack(digest, 0, CHUNK_BYTES, 1))
         eventually(lambda: ended == [True])
         assert holdings.pinned == 0
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupio.fabric.serving.HOLD_S", 1.0)
+    holdings = Holdings()
+    chunk = os.urandom(CHUNK_BYTES)
+    digest = holdings.put(chunk)
+    with serving(holdings) as (_, address), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        sock.connect(parse_address(address))
+        stream = Stream(sock, Pacer(), soon(60))
+        prove_client(stream, key_of(TOKEN), JOB)
+        # The answer takes longer than any of the waits that the server knows of.
+        request = frames.REQUEST.pack(frames.PULL, 1, 0, 100, 0)
+        stream.send(request + frames.WANT.pack(digest, 0, CHUNK_BYTES, 1))
+        stream.receive(frames.ANSWER.size)
+        got = bytearray()
+        while len(got) < CHUNK_BYTES:
+            got += stream.receive(BUFFER_BYTES)
+            time.sleep(0.03 if holdings.pinned else 0)
+        assert got == chunk
 
 
 def test_chunk_that_finds_a_broken_connection_is_released() -> None:

@@ -36,6 +36,7 @@ ON_NODE = (
     fx.AddWave,
     fx.FinishJob,
     fx.CancelJob,
+    fx.RepeatJob,
     fx.EndJob,
     fx.RunOrder,
     fx.KeepContent,
@@ -143,7 +144,7 @@ class Interpreter:
                 self.members[effect.node, group] = list(effect.seats)
                 self.orders.append(effect)
                 self.machine(effect.node, effect)
-            case fx.StartCopy() | fx.AbortGroup() | fx.CloseGroup():
+            case fx.StartCopy() | fx.StoreAgain() | fx.AbortGroup() | fx.CloseGroup():
                 self.machine(effect.node, effect)
                 self.orders.append(effect)
             case fx.CreateLineage(lineage=line):

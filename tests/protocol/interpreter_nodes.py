@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import count
 from typing import Any
 
@@ -220,6 +221,12 @@ class NodesInterpreter(Interpreter):
         node, group, job = self._job(line)
         job.order = None
         self.machine(node, ev.JobFailed(group, away()))
+
+    def do_replaced(self, line: Line) -> None:
+        """The path of the store leads to another one now."""
+        node, group = self._at(line)
+        replaced = StorageError("It is another one.", path="/store", errno=errno.EREMCHG)
+        self.machine(node, ev.JobFailed(group, replaced))
 
     def do_published_away(self, line: Line) -> None:
         self.control(ev.InflightPublished(self._at(line)[1], away()))

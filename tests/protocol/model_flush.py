@@ -36,6 +36,11 @@ def away() -> StorageError:
     return StorageError("The store does not answer.", path="/store", errno=errno.ENOTCONN)
 
 
+def bad_block() -> StorageError:
+    """The disk cannot write there, now or later."""
+    return StorageError("a bad block", path="/store")
+
+
 @dataclass
 class PlannedJob:
     """The flush job of one group on one node. ``content`` is what its members save, by rank."""
@@ -46,6 +51,7 @@ class PlannedJob:
     store: bool
     planned: bool
     waves: deque[fx.AddWave] = field(default_factory=deque)
+    added: list[fx.AddWave] = field(default_factory=list)
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     content: dict[int, str] = field(default_factory=dict)
     eager: set[bytes] = field(default_factory=set)
@@ -58,6 +64,14 @@ class PlannedJob:
     told_copies: bool = False
     kept: set[bytes] = field(default_factory=set)
     written: set[bytes] = field(default_factory=set)
+
+    def repeat(self) -> None:
+        """It failed, and begins anew with all that it was given."""
+        assert self.ended
+        assert not self.cancelled
+        assert not self.planned
+        self.ended = self.hashed = False
+        self.waves = deque(self.added)
 
     @property
     def has_work(self) -> bool:

@@ -116,6 +116,7 @@ class FlushJob:
     key: DecisionKey
     store: bool
     waves: deque[fx.AddWave] = field(default_factory=deque)
+    added: list[fx.AddWave] = field(default_factory=list)
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Client and save of each rank that handed a wave over."""
     finished: bool = False
@@ -123,8 +124,23 @@ class FlushJob:
     ended: bool = False
     """It stored all, failed, or is idle after its cancelling: no thread of it is left."""
 
+    def repeat(self) -> None:
+        """It failed, and begins anew with all that it was given."""
+        assert self.ended
+        assert not self.cancelled
+        assert all(wave.number == 0 for wave in self.added), "some bytes are in memory no more"
+        self.ended, self.waves = False, deque(self.added)
+
     @property
     def has_work(self) -> bool:
         if self.cancelled:
             return not self.ended
         return not self.ended and (bool(self.waves) or self.finished)
+
+
+def hand_over(job: Any, wave: fx.AddWave) -> None:
+    """Give a job of either kind one more wave."""
+    assert not job.finished
+    job.waves.append(wave)
+    job.added.append(wave)
+    job.members[wave.rank] = (wave.client, wave.save_id)

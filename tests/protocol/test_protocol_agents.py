@@ -130,8 +130,30 @@ def test_what_is_left_of_a_group_that_is_over_says_nothing() -> None:
         fx.AdoptGroup("n0", KEY, 8),
         fx.DropHeld("n0", KEY, False, False),
         fx.CloseGroup("n0", 7, False, False),
+        fx.StoreAgain("n0", 7),
     ):
         assert agent.handle(event) == []
+
+
+def test_only_a_failed_job_of_a_sealed_group_that_writes_at_once_is_repeated() -> None:
+    again, failed = fx.StoreAgain("n0", 1), ev.JobFailed(1, StorageError("x"))
+    planned = begun(machine())
+    planned.handle(failed)
+    assert planned.handle(again) == []
+
+    agent = machine()
+    agent.handle(ev.LeaseAsked("c0", 1, 0, layout_of(1 << 20)))
+    seat = fx.MemberSeat(0, "c0", 1)
+    agent.handle(fx.AdmitGroup("n0", 1, KEY, (seat,), True, "wait"))
+    agent.handle(fx.StartCopy("n0", 1))
+    assert agent.handle(failed) == [fx.Report(ev.NodeFailed(1, "n0", failed.error, True), 1)]
+    assert agent.handle(again) == []  # the member still copies
+    agent.handle(ev.WaveCopied("c0", 1, 0))
+    assert agent.handle(again) == [fx.RepeatJob(1)]
+    assert agent.handle(again) == []
+    agent.handle(failed)
+    agent.handle(fx.AbortGroup("n0", 1))
+    assert agent.handle(again) == []
 
 
 def test_a_group_that_is_closed_while_its_job_works_ends_first() -> None:

@@ -28,7 +28,7 @@ def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
         if rng.random() >= rate:
             return ""
         if isinstance(effect, FlushJob):
-            return rng.choice(("", "before"))
+            return rng.choice(("", "before", "away"))
         kinds = ["before", "after"]
         if isinstance(effect, fx.Decide):
             kinds += ["stranger", "stranger-abort"]
@@ -154,12 +154,12 @@ class AnyOrder(RuleBasedStateMachine):
         kind = self.next_fault
         if kind.startswith("stranger") and not isinstance(effect, fx.Decide):
             return ""
-        if isinstance(effect, FlushJob) and kind != "before":
+        if isinstance(effect, FlushJob) != (kind == "away") and kind != "before":
             return ""
         self.next_fault = ""
         return kind
 
-    @rule(kind=st.sampled_from(["before", "after", "full", "stranger", "stranger-abort"]))
+    @rule(kind=st.sampled_from(["before", "after", "away", "full", "stranger", "stranger-abort"]))
     def fail_next(self, kind: str) -> None:
         self.next_fault = kind
 

@@ -125,6 +125,8 @@ def _of_nodes(effect: fx.Effect) -> str | None:
             return f"plan g{g} round {effect.round} for {links} x{effect.replicas}{lost}{done}"
         case fx.StoreChunks(node=node, group=g):
             return f"{node} <- store g{g} round {effect.round}: {_ordered(effect.order)}"
+        case fx.StoreAgain(node=node, group=g):
+            return f"{node} <- store g{g} again"
         case fx.TakeRoom(node=node, group=g):
             return f"{node} <- room for {in_mib(effect.replica_bytes)} of g{g}"
         case fx.AdoptGroup(node=node, key=key, group=g):
@@ -230,6 +232,8 @@ def _on_node(effect: fx.Effect) -> str | None:
             return f"job g{g} gets wave {number + 1} of rank {rank}{how}"
         case fx.FinishJob(group=g):
             return f"job g{g} has all"
+        case fx.RepeatJob(group=g):
+            return f"job g{g} begins anew"
         case fx.CancelJob(group=g):
             return f"job g{g} is cancelled"
         case fx.EndJob(group=g):

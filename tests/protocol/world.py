@@ -11,11 +11,12 @@ from collections.abc import Callable
 from itertools import count, pairwise
 from typing import Any
 
-from model_ranks import FlushJob, Rank, Save
+from model_flush import away, bad_block
+from model_ranks import FlushJob, Rank, Save, hand_over
 from model_store import ModelStore
 from protocol_help import layout_of, opened, report_of
 
-from groupio.errors import GroupAborted, Outcome, StorageError
+from groupio.errors import GroupAborted, Outcome
 from groupio.model import Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -25,6 +26,7 @@ from groupio.protocol.controller import Controller
 from groupio.protocol.group import Phase
 from groupio.protocol.ledger import Ledger, Use
 
+NODE_ORDERS = (fx.StartCopy, fx.StoreAgain, fx.AbortGroup, fx.CloseGroup)
 STORE_EFFECTS = (
     fx.OpenStore,
     fx.CreateLineage,
@@ -228,8 +230,7 @@ class World:
 
     def _store_step(self, effect: fx.Effect) -> None:
         self.tasks.remove(effect)
-        answer = self.store.execute(effect)
-        if answer is not None:
+        if (answer := self.store.execute(effect)) is not None:
             self.control(answer)
 
     def _job_step(self, at: tuple[str, int], job: FlushJob) -> None:
@@ -238,9 +239,9 @@ class World:
             job.waves.clear()
             job.ended = True
             self.machine(node, ev.JobIdle(group))
-        elif self.store.fault(job) == "before":
+        elif fault := self.store.fault(job):
             job.ended = True
-            self.machine(node, ev.JobFailed(group, StorageError("a bad block", path="/store")))
+            self.machine(node, ev.JobFailed(group, away() if fault == "away" else bad_block()))
         elif job.waves:
             wave = job.waves.popleft()
             self.machine(node, ev.WaveStored(group, wave.rank, wave.number))
@@ -300,8 +301,8 @@ class World:
                 for seat in effect.seats:
                     self.ranks[seat.client].saves[seat.save_id].key = effect.key
                 self.orders[node].append(effect)
-            case fx.StartCopy(node=node) | fx.AbortGroup(node=node) | fx.CloseGroup(node=node):
-                self.orders[node].append(effect)
+            case _ if isinstance(effect, NODE_ORDERS):
+                self.orders[effect.node].append(effect)
             case _:
                 assert isinstance(effect, STORE_EFFECTS), effect
                 if isinstance(effect, fx.PrepareEpoch):
@@ -338,12 +339,11 @@ class World:
                 assert (node, group) not in self.jobs
                 self.jobs[node, group] = FlushJob(effect.key, effect.store)
             case fx.AddWave(group=group):
-                job = self.jobs[node, group]
-                assert not job.finished
-                job.waves.append(effect)
-                job.members[effect.rank] = (effect.client, effect.save_id)
+                hand_over(self.jobs[node, group], effect)
             case fx.FinishJob(group=group):
                 self.jobs[node, group].finished = True
+            case fx.RepeatJob(group=group):
+                self.jobs[node, group].repeat()
             case fx.CancelJob(group=group):
                 job = self.jobs[node, group]
                 job.cancelled, job.ended = True, False

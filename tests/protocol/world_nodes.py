@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from model_flush import CHUNK, PlannedJob, away, chunks_of, run_order
+from model_flush import CHUNK, PlannedJob, away, bad_block, chunks_of, run_order
 from model_ranks import Rank
 from world import STORE_EFFECTS, World
 
-from groupio.errors import Outcome, StorageError
+from groupio.errors import Outcome
 from groupio.model import DecisionKey, Level, NodeLink
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -228,7 +228,7 @@ class NodesWorld(World):
         elif fault and job.store:
             job.order = None
             job.ended = not job.planned
-            error = away() if fault == "away" else StorageError("a bad block", path="/store")
+            error = away() if fault == "away" else bad_block()
             if job.ended or fault != "away" or job.hashed:
                 self.machine(node, ev.JobFailed(group, error))
             return
@@ -303,6 +303,7 @@ class NodesWorld(World):
                 raise AssertionError(effect)
             case (
                 fx.StoreChunks(node=node)
+                | fx.StoreAgain(node=node)
                 | fx.TakeRoom(node=node)
                 | fx.RetractGroup(node=node)
                 | fx.DropHeld(node=node)

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch_spawned import found_by_ranks
 
 WORKER = Path(__file__).with_name("grouped_worker.py")
-RANKS = 3
 BYTES = (5 << 18) * 4
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What ranks 0 and 2 saw; rank 1 is killed in the end."""
-    folder = tmp_path_factory.mktemp("grouped")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    common = {**os.environ, **place, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environ = {**common, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        with log.open("w") as out:
-            command = [sys.executable, str(WORKER), str(folder)]
-            processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
-    try:
-        codes = [process.wait(120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(10)
-    said = "\n".join(log.read_text()[-3000:] for log in logs)
-    assert codes == [0, -signal.SIGKILL, 0], said
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 2)]
+    return found_by_ranks(WORKER, tmp_path_factory.mktemp("grouped"))
 
 
 def test_each_chunk_leaves_the_store_once(found: list[dict[str, Any]]) -> None:

@@ -434,6 +434,7 @@ class Driver:
                 | fx.StartCopy()
                 | fx.AbortGroup()
                 | fx.StoreChunks()
+                | fx.StoreAgain()
                 | fx.TakeRoom()
                 | fx.AdoptGroup()
             ):
@@ -461,6 +462,7 @@ class Driver:
                 fx.StartJob()
                 | fx.AddWave()
                 | fx.FinishJob()
+                | fx.RepeatJob()
                 | fx.RunOrder()
                 | fx.CancelJob()
                 | fx.EndJob()

@@ -28,7 +28,7 @@ BATCH_BYTES = 16 << 20
 """So much is pulled at once from one peer, and written as one."""
 
 PEER_WAIT_S = 60.0
-"""How long a peer may take for one batch."""
+"""A peer may send nothing for so long; one that sends may take any time."""
 
 STAY_S = 5.0
 """After a write that failed, what stays is pulled for so long: copies need no store."""
@@ -351,7 +351,9 @@ class Fetcher:
             ]
             pace, changes, began = self._fabric.pace, self._fabric.pace.changes, time.monotonic()
             address, deadline = run.addresses[peer], began + PEER_WAIT_S
-            outcomes = self._fabric.pull(address, self._job, wants, deadline=deadline, stop=stop)
+            outcomes = self._fabric.pull(
+                address, self._job, wants, deadline=deadline, patience_s=PEER_WAIT_S, stop=stop
+            )
             # A foreground interval says nothing of the link.
             steady = pace.share == 1 and pace.changes == changes
             seconds = time.monotonic() - began if steady else 0.0

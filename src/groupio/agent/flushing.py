@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from groupio.agent.eager import EagerFlush
 from groupio.agent.fetching import Fetched, Fetcher, Room
 from groupio.agent.pipeline import FlushJob
 from groupio.agent.planned import PlannedFlush, Source, Told
@@ -69,7 +70,7 @@ class Flushing:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._jobs: dict[int, tuple[FlushJob | PlannedFlush, Job]] = {}
+        self._jobs: dict[int, tuple[EagerFlush | PlannedFlush, Job]] = {}
         self.tables = Tables()
         self.items: dict[tuple[str, int], tuple[tuple[ItemSpec, ...], bytes]] = {}
         """The items of each client's save that is not over, and the id of their table."""
@@ -85,6 +86,10 @@ class Flushing:
                 self._jobs[group][0].finish()
             case fx.CancelJob(group=group):
                 self._cancel(group)
+            case fx.RepeatJob(group=group):
+                flush = self._jobs[group][0]
+                assert isinstance(flush, EagerFlush)
+                flush.repeat()
             case fx.RunOrder():
                 self._order(effect)
             case fx.EndJob(group=group, delete_segments=delete):
@@ -142,20 +147,28 @@ class Flushing:
         if effect.planned:
             self._jobs[group] = (self._planned(effect, job), job)
             return
-        flush = FlushJob(
-            backend=store.backend,
-            store_id=store.store_id,
-            key=effect.key,
-            node=self._driver.node,
-            write=effect.store,
-            framed=effect.door == "dcp",
-            known=store.known if effect.store else None,
-            workers=self._driver.workers,
-            on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
-            on_done=done,
-            on_error=failed,
-        )
-        self._jobs[group] = (flush, job)
+
+        def make(first_seq: int) -> FlushJob:
+            return FlushJob(
+                backend=store.backend,
+                store_id=store.store_id,
+                key=effect.key,
+                node=self._driver.node,
+                write=effect.store,
+                framed=effect.door == "dcp",
+                known=store.known if effect.store else None,
+                workers=self._driver.workers,
+                on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
+                on_done=done,
+                on_error=failed,
+                first_seq=first_seq,
+            )
+
+        def look() -> None:
+            store.renew()
+            store.check_identity()
+
+        self._jobs[group] = (EagerFlush(make, look=look, run=job.run, failed=failed), job)
 
     def _planned(self, effect: fx.StartJob, job: Job) -> PlannedFlush:
         """The flush job of a group that a plan divides among nodes."""

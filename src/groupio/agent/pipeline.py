@@ -118,7 +118,9 @@ class FlushJob:
         on_wave: Callable[[int, int], None],
         on_done: Callable[[NodeReport], None],
         on_error: Callable[[GroupIOError], None],
+        first_seq: int = 0,
     ) -> None:
+        """``first_seq`` is the number of its first segment: those before it are of other jobs."""
         self._key = key
         self._node = node
         self._write = write
@@ -128,7 +130,9 @@ class FlushJob:
         self._on_done = on_done
         self._on_error = on_error
         self.framed = framed
-        self._writer = SegmentWriter(backend, store_id=store_id, key=key, node=node, framed=framed)
+        self._writer = SegmentWriter(
+            backend, store_id=store_id, key=key, node=node, framed=framed, first_seq=first_seq
+        )
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._table = FoundChunks()
@@ -212,6 +216,11 @@ class FlushJob:
         """Remove the segments made so far; only when the job is idle or done. Blocks."""
         self._writer.delete()
 
+    @property
+    def next_seq(self) -> int:
+        """The number that the next segment of this attempt on this node has."""
+        return self._writer.first_seq + self._writer.count
+
     def counts(self) -> FlushCounts:
         """What was done so far; final once ``on_done`` came."""
         return self._counts
@@ -293,7 +302,7 @@ class FlushJob:
                 offsets[hit] = self._known.offsets[rows]
             if task.wave.write and len(own):
                 where = self._append(task, own)
-                segments[known[new] < 0] = where.segment.seq
+                segments[known[new] < 0] = where.segment.seq - self._writer.first_seq
                 offsets[known[new] < 0] = where.offsets
             self._table.fill(lengths[new], segments, offsets)
             member.refs[task.first : task.first + len(found)] = found

@@ -25,7 +25,7 @@ from groupio.protocol.reasons import is_away
 log = logging.getLogger(__name__)
 
 PULL_S = 30.0
-"""A peer may take so long to get a chunk that it is to pass on."""
+"""A peer may send nothing for so long, while it gets chunks that it is to pass on."""
 
 PULLS_MAX = 4
 """From one peer at a time: further chunks wait for one of them to end."""
@@ -292,7 +292,13 @@ class PeerSource:
 
         deadline = time.monotonic() + PULL_S
         outcomes = self._fabric.pull(
-            self.address, self._job, wants, deadline=deadline, on_done=done, stop=self._stop
+            self.address,
+            self._job,
+            wants,
+            deadline=deadline,
+            patience_s=PULL_S,
+            on_done=done,
+            stop=self._stop,
         )
         failed: dict[str, list[int]] = {}
         for part, outcome in zip(parts, outcomes, strict=True):

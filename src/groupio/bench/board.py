@@ -25,9 +25,10 @@ GROUP = ("open", "plan", "last_hashed", "plan_begun", "planned", "orders_sent")
 MEMBER = ("ready", "opened", "granted")
 """Columns of a member: about to open its save, told its agent, has its memory."""
 
-NODE = ("start_copy", "held", "complete", "hashed", "ordered", "cpu_start", "cpu_end")
+NODE = ("start_copy", "held", "complete", "hashed", "ordered", "cpu_start", "cpu_end", "learnt")
 """Columns of an agent: told to let members copy, all chunks named and waiting for the start,
-released, its report made, its order taken, and its CPU seconds at the start and with the order."""
+released, its report made, its order taken, its CPU seconds at the start and with the order, and
+when it knew the chunks of the committed epoch."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,8 +45,8 @@ REST_S = 0.2
 """So long nothing happens between the legs."""
 
 SETTLE_S = 1.0
-"""So long nothing happens before an epoch: agents read the record of the one before, to know its
-chunks, and that is no part of this one."""
+"""So long nothing happens before an epoch, once all agents have read the record of the one before
+to know its chunks: that is no part of this one, and many agents on few processors take long."""
 
 ARRIVE_S = 0.005
 """All arrive within so long, or are taken to."""
@@ -137,6 +137,9 @@ class _Run:
         """Let one epoch go through both legs."""
         board = self.board
         self._await(f"members in epoch {epoch}", lambda: board.members(epoch, "ready").all())
+        if epoch > 1:
+            before = epoch - 1
+            self._await(f"chunks of epoch {before}", lambda: board.nodes(before, "learnt").all())
         time.sleep(SETTLE_S)
         board.say(epoch, "open", time.monotonic() + LEAD_S)
         self._await(f"hashes of epoch {epoch}", lambda: board.nodes(epoch, "held").all())

@@ -19,6 +19,8 @@ from groupio.agent.driver import Driver
 from groupio.agent.pipeline import FlushJob
 from groupio.bench.board import Board, Plan
 from groupio.controller.host import Host
+from groupio.controller.store import JobStore
+from groupio.model import DecisionKey
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.settings import Settings
@@ -38,7 +40,7 @@ class Taps:
     def install(self) -> None:
         """Wrap the steps, for as long as this process lives."""
         obey, complete, handle, plan = Driver.obey, FlushJob._complete, Host._handle, Host._plan
-        send = Host._send
+        send, learn = Host._send, JobStore.learn
 
         def on_obey(driver: Driver, job: Any, effect: fx.Effect) -> None:
             if isinstance(effect, fx.AdmitGroup):
@@ -77,11 +79,16 @@ class Taps:
             if isinstance(effect, fx.StoreChunks):
                 self._board.say(self._epochs[effect.group], "orders_sent")
 
+        def on_learn(store: JobStore, key: DecisionKey) -> None:
+            learn(store, key)
+            self._board.say_node(key.epoch, self._node, "learnt")
+
         patch.object(Driver, "obey", on_obey).start()
         patch.object(FlushJob, "_complete", on_complete).start()
         patch.object(Host, "_handle", on_handle).start()
         patch.object(Host, "_plan", on_plan).start()
         patch.object(Host, "_send", on_send).start()
+        patch.object(JobStore, "learn", on_learn).start()
 
 
 def settings_of(plan: Plan, node: int) -> Settings:

@@ -14,7 +14,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reading_messages as rm
 
-CONTROL_VERSION = 3
+CONTROL_VERSION = 4
 """Raised when a message, an event or an order changes its meaning."""
 
 
@@ -151,6 +151,7 @@ FROM_CONTROLLER = (
     fx.AbortGroup,
     fx.CloseGroup,
     fx.StoreChunks,
+    fx.StoreAgain,
     fx.TakeRoom,
     fx.AdoptGroup,
     fx.DropHeld,

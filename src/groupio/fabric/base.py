@@ -36,7 +36,7 @@ RANGE = "range"
 """The peer's chunk of this digest has another length, or the part lies outside of it."""
 
 DEADLINE = "deadline"
-"""The deadline passed before all bytes were here."""
+"""The deadline, which progress may have moved, passed before all bytes were here."""
 
 LOST = "lost"
 """The peer cannot be reached, or broke the protocol."""
@@ -186,10 +186,15 @@ class Fabric(ABC):
         wants: Sequence[Want],
         *,
         deadline: float,
+        patience_s: float = 0.0,
         on_done: Callable[[int, Outcome], None] | None = None,
         stop: Stop | None = None,
     ) -> list[Outcome]:
         """Bring ``wants`` here from the peer at ``address``; their outcomes, in order.
+
+        With ``patience_s`` the deadline is for a pull that stands still: whenever bytes come it
+        moves to at least so many seconds from then, however slow the link is. Waits for the own
+        pace count as progress.
 
         ``on_done(index, outcome)`` is told of each want as it ends, in any order and from any
         thread; it must be quick and must not raise. On return, at the latest shortly after the

@@ -121,12 +121,21 @@ class MooncakeFabric(TcpFabric):
         wants: Sequence[Want],
         *,
         deadline: float,
+        patience_s: float = 0.0,
         on_done: Callable[[int, Outcome], None] | None = None,
         stop: Stop | None = None,
     ) -> list[Outcome]:
         """See ``Fabric``. Also InvalidInput for an address that is not ``mooncake://host:port``."""
         address = _of_stream(address)
-        return super().pull(address, job, wants, deadline=deadline, on_done=on_done, stop=stop)
+        return super().pull(
+            address,
+            job,
+            wants,
+            deadline=deadline,
+            patience_s=patience_s,
+            on_done=on_done,
+            stop=stop,
+        )
 
     def probe(self, address: str, job: str, nbytes: int, deadline: float) -> float:
         """See ``Fabric``; uses as many streams as a pull does."""
@@ -347,7 +356,8 @@ class _WindowOutbox(Outbox):
         (room,) = _ROOM.unpack(self._stream.receive(_ROOM.size))
         if not 0 < room <= SLOT_BYTES:
             raise ConnectionAbortedError("the peer sent a request that is not of this protocol")
-        self._room = room
+        # Where the own pace is slow, too, the client hears often of what has come.
+        self._room = min(room, _room(self._pace.sending))
 
     def _fill(self) -> None:
         if not self._room:
@@ -406,7 +416,7 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 def _room(bucket: Bucket) -> int:
     """Bytes of a fill: fewer where the pace has to be kept."""
-    return SLOT_BYTES if bucket.is_free else PIECE_BYTES
+    return SLOT_BYTES if bucket.is_free else bucket.piece(PIECE_BYTES)
 
 
 def _of_stream(address: str) -> str:

@@ -20,6 +20,9 @@ SLICE_S = 0.02
 
 _RECHECK_S = 60.0
 
+_PIECE_S = 0.1
+_PIECE_BYTES_MIN = 64 << 10
+
 
 class Bucket:
     """Tokens, one a byte, for one direction of a node's port; thread-safe.
@@ -49,6 +52,12 @@ class Bucket:
             self._rate, self._share = rate, share
             self._free = rate is None and share >= 1.0
             self._changed.notify_all()
+
+    def piece(self, most: int) -> int:
+        """Bytes, at most ``most``, to take at a time: a slow rate lets small ones pass, often."""
+        if self._rate is None:
+            return most
+        return min(most, max(int(self._rate * self._share * _PIECE_S), _PIECE_BYTES_MIN))
 
     def take(
         self, nbytes: int, deadline: float, stopped: Callable[[], bool] = lambda: False

@@ -24,8 +24,8 @@ HANDSHAKE_S = 10.0
 """A client that has not proved itself by then is refused, seconds."""
 
 HOLD_S = 60.0
-"""A chunk's memory is held for one send at most so long, seconds; then the connection ends. No
-agent waits longer for what it pulls."""
+"""A chunk's memory is held at most so long, seconds, for a client that takes nothing of it; then
+the connection ends. No agent waits longer for bytes that it pulls."""
 
 REFUSED_LOG_S = 10.0
 """A refused host is logged once in so many seconds."""
@@ -131,6 +131,7 @@ class Server:
         try:
             job = self._admit(stream, peer)
             while job is not None:
+                stream.patience_s = 0.0
                 stream.deadline = time.monotonic() + IDLE_S
                 self._answer(stream, job)
         except (TimeoutError, ConnectionError) as error:
@@ -159,8 +160,10 @@ class Server:
         request = frames.REQUEST.unpack(stream.receive(frames.REQUEST.size))
         kind, count, first, wait_ms, nbytes = request
         wait_s = min(wait_ms, frames.WAIT_MS_MAX) / 1000
-        # The client gives up a little later than it lets us wait for chunks.
-        stream.deadline = time.monotonic() + wait_s * 1.25 + 1.0
+        # The client gives up a little later than it lets us wait for chunks; it knows whether
+        # that is for good or only without progress, and hangs up.
+        stream.patience_s = wait_s * 1.25 + 1.0
+        stream.deadline = time.monotonic() + stream.patience_s
         outbox = self.open_outbox(stream)
         try:
             if kind == frames.PROBE and nbytes <= frames.PROBE_BYTES_MAX:
@@ -171,7 +174,7 @@ class Server:
                     Row(tag, digest, offset, length, bool(whole))
                     for tag, (digest, offset, length, whole) in enumerate(rows, first)
                 )
-                self._serve(outbox, job, wants, time.monotonic() + wait_s)
+                self._serve(outbox, job, wants, wait_s)
             else:
                 raise ConnectionAbortedError("the peer sent a request that is not of this protocol")
         except BaseException:
@@ -181,9 +184,13 @@ class Server:
         finally:
             outbox.release()
 
-    def _serve(self, outbox: Outbox, job: str, wants: deque[Row], until: float) -> None:
-        """Answer all ``wants``: those that are here first, the others as they come."""
+    def _serve(self, outbox: Outbox, job: str, wants: deque[Row], patience_s: float) -> None:
+        """Answer all ``wants``: those that are here first, the others as they come.
+
+        When none has come for ``patience_s`` seconds the rest is missing.
+        """
         absent, slice_s = 0, WAIT_MIN_S
+        until = time.monotonic() + patience_s
         while wants:
             row = wants.popleft()
             wait_s = 0.0
@@ -195,6 +202,7 @@ class Server:
             if served is not None:
                 absent, slice_s = 0, WAIT_MIN_S
                 outbox.add(row, served)
+                until = time.monotonic() + patience_s
             elif gone or self._closed or time.monotonic() >= until:
                 outbox.refuse(row.tag, frames.MISSING)
             else:

@@ -15,7 +15,8 @@ from groupio.fabric.pacing import Bucket, Pacer
 from groupio.model import CHUNK_BYTES
 
 PIECE_BYTES = 1 << 20
-"""Bytes are paced and hashed in pieces of about this size; without a pace they move in chunks."""
+"""Bytes are paced and hashed in pieces of about this size, in smaller ones where the rate is low;
+without a pace they move in chunks."""
 
 BUFFER_BYTES = 64 << 10
 """What is read ahead where many small things follow each other; also the longest ``receive``."""
@@ -45,10 +46,15 @@ class Stream:
     ``deadline`` bounds every wait from now on, to about 0.05 s: past it, calls raise TimeoutError
     and what was half sent or received makes the stream useless. ConnectionError when the peer is
     gone.
+
+    With ``patience_s`` (0: none) the deadline moves: whenever bytes went through it is at least so
+    far off, and time in which the own pace held bytes back does not count. So what goes on is
+    never late, and what stands still is found after at most twice that time.
     """
 
     def __init__(self, sock: socket.socket, pace: Pacer, deadline: float) -> None:
         self.deadline = deadline
+        self.patience_s = 0.0
         self._sock = sock
         self._pace = pace
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -88,7 +94,9 @@ class Stream:
             self.take(self._pace.receiving, at)
             if seen is not None:
                 seen(view[:at])
-        step = _step(self._pace.receiving) if seen is None else PIECE_BYTES
+        step = _step(self._pace.receiving)
+        if seen is not None:
+            step = min(step, PIECE_BYTES)
         while at < size:
             piece = view[at : at + step]
             self.take(self._pace.receiving, len(piece))
@@ -107,6 +115,7 @@ class Stream:
             raise TimeoutError("the peer sent nothing in time") from error
         if not count:
             raise ConnectionResetError("the peer closed the connection")
+        self._progress()
         return count
 
     # -- sending -------------------------------------------------------------------------------
@@ -144,12 +153,17 @@ class Stream:
                 sent = self._sock.sendmsg(views, [], socket.MSG_NOSIGNAL)
             except BlockingIOError as error:
                 raise TimeoutError("the peer read nothing in time") from error
+            self._progress()
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if views:
                 views[0] = views[0][sent:]
 
     # -- waits and the end ---------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        if self.patience_s:
+            self.deadline = max(self.deadline, time.monotonic() + self.patience_s)
 
     def _limit(self, option: int) -> None:
         left = self.deadline - time.monotonic()
@@ -165,13 +179,16 @@ class Stream:
 
     def take(self, bucket: Bucket, nbytes: int) -> None:
         """Wait until ``bucket`` lets so many bytes pass, or the stream ends."""
+        patient = self.patience_s > 0
         while True:
+            check = time.monotonic() + _SHUT_CHECK_S
             try:
-                bucket.take(nbytes, min(self.deadline, time.monotonic() + _SHUT_CHECK_S))
-                return
+                bucket.take(nbytes, check if patient else min(self.deadline, check))
+                break
             except TimeoutError:
-                if self._shut or time.monotonic() >= self.deadline:
+                if self._shut or (not patient and time.monotonic() >= self.deadline):
                     raise
+        self._progress()
 
     def is_quiet(self) -> bool:
         """Whether the peer is still there and has sent nothing more."""
@@ -192,11 +209,16 @@ class Stream:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Bound the waits in the context by so many seconds, too; after an error for good."""
-        deadline = self.deadline
+        """Bound the waits in the context by so many seconds, too; after an error for good.
+
+        The patience of a stream that has one is no longer than that meanwhile.
+        """
+        deadline, patience_s = self.deadline, self.patience_s
         self.deadline = min(deadline, time.monotonic() + seconds)
+        self.patience_s = min(patience_s, seconds)
         yield
-        self.deadline = deadline
+        self.deadline, self.patience_s = deadline, patience_s
+        self._progress()
 
     def shut(self) -> None:
         """End all waits on the stream, from any thread; its user then closes it."""
@@ -211,7 +233,7 @@ class Stream:
 
 def _step(bucket: Bucket) -> int:
     """Bytes of a piece: fewer and larger ones cost less where nothing has to hold them back."""
-    return CHUNK_BYTES if bucket.is_free else PIECE_BYTES
+    return CHUNK_BYTES if bucket.is_free else bucket.piece(PIECE_BYTES)
 
 
 def tune(sock: socket.socket) -> None:

@@ -123,6 +123,7 @@ class TcpFabric(Fabric):
         wants: Sequence[Want],
         *,
         deadline: float,
+        patience_s: float = 0.0,
         on_done: Callable[[int, Outcome], None] | None = None,
         stop: Stop | None = None,
     ) -> list[Outcome]:
@@ -134,7 +135,7 @@ class TcpFabric(Fabric):
         peer = (address, job)
         self._on_streams(
             len(pull.batches),
-            lambda extra: self._pull_on_one(pull, peer, deadline, stop, extra=extra),
+            lambda extra: self._pull_on_one(pull, peer, deadline, patience_s, stop, extra=extra),
         )
         return pull.finish_all()
 
@@ -191,7 +192,14 @@ class TcpFabric(Fabric):
                 thread.join()
 
     def _pull_on_one(
-        self, pull: Pull, peer: Peer, deadline: float, stop: Stop, *, extra: bool
+        self,
+        pull: Pull,
+        peer: Peer,
+        deadline: float,
+        patience_s: float,
+        stop: Stop,
+        *,
+        extra: bool,
     ) -> None:
         try:
             stream = self._peers.take(peer, deadline, stop, extra=extra)
@@ -204,6 +212,7 @@ class TcpFabric(Fabric):
             return
         asked: list[tuple[int, int]] = []
         usable = False
+        stream.patience_s = patience_s
         try:
             with stop.waking(stream.shut):
                 self._converse(stream, pull, peer, asked)

@@ -176,6 +176,8 @@ class _Placing:
         replicas: int,
     ) -> None:
         self.lengths = lengths
+        self._weights = lengths.astype(np.float64)
+        self._in_rows: npt.NDArray[np.int64] | None = None
         self.holder_set = holder_set
         self.holder_sets = holder_sets
         self.usable = np.array([link.fabric_ok for link in nodes], np.bool_)
@@ -211,8 +213,22 @@ class _Placing:
             if len(senders) == 1 and len(groups[senders[0]]) == 1:
                 number[s] = self.number(s, senders[0], self._missing(s, groups[senders[0]][0]))
                 rest[s] = False
-        self.row = number[self.row]
+        self._move(slice(None), number[self.row])
         return rest
+
+    def _move(
+        self, chunks: npt.NDArray[np.int64] | slice, rows: npt.NDArray[np.int32] | int
+    ) -> None:
+        """From now on these chunks are in these rows."""
+        self.row[chunks] = rows
+        self._in_rows = None
+
+    def _row_bytes(self) -> npt.NDArray[np.int64]:
+        """The bytes of the chunks of each row: int64[rows], 0 for rows that have none."""
+        if self._in_rows is None or len(self._in_rows) < len(self.rows):
+            found = np.bincount(self.row, self._weights, len(self.rows))
+            self._in_rows = found.astype(np.int64)
+        return self._in_rows
 
     def to_partners(
         self, moved: npt.NDArray[np.int64], groups: Groups, rates: npt.NDArray[np.float64]
@@ -222,17 +238,20 @@ class _Placing:
         chunks = moved[order]
         sets, senders, borders = self._divide(chunks, groups, rates)
         # Chunks that no holder with partners has stay where they are.
-        chunks = chunks[np.isin(self.holder_set[chunks], sets)]
+        numbers = np.arange(len(self.holder_sets))
+        first, end = (np.searchsorted(sets, numbers, side=side) for side in ("left", "right"))
+        sent_on = (end > first)[self.holder_set[chunks]]
+        chunks = chunks if sent_on.all() else chunks[sent_on]
         if not len(chunks):
             return
         spans = self.lengths[chunks]
         middles = np.cumsum(spans) - spans / 2
-        pair = np.searchsorted(borders[:-1], middles, side="right")
+        # In how many pairs each chunk is behind: both ascend, and there are few borders.
+        cuts = np.searchsorted(middles, borders[:-1], side="left")
+        pair = np.repeat(np.arange(len(borders)), np.diff(cuts, prepend=0, append=len(chunks)))
         # Rounding must not send a chunk from a node that does not have it.
         of_set = self.holder_set[chunks]
-        lowest = np.searchsorted(sets, of_set, side="left")
-        highest = np.searchsorted(sets, of_set, side="right") - 1
-        pair = np.clip(pair, lowest, highest)
+        pair = np.minimum(np.maximum(pair, first[of_set]), end[of_set] - 1)
         order = stable_order(senders[pair])
         chunks, pair = chunks[order], pair[order]
         sender = senders[pair]
@@ -245,12 +264,12 @@ class _Placing:
         width = int(parts.max())
         kinds = pair * width + part
         used = np.flatnonzero(np.bincount(kinds))
-        numbers = np.zeros(len(senders) * width, np.int32)
+        rows = np.zeros(len(senders) * width, np.int32)
         for kind in used.tolist():
             s, source = int(sets[kind // width]), int(senders[kind // width])
             targets = self._missing(s, groups[source][kind % width])
-            numbers[kind] = self.number(s, source, targets)
-        self.row[chunks] = numbers[kinds]
+            rows[kind] = self.number(s, source, targets)
+        self._move(chunks, rows[kinds])
 
     def _divide(
         self, chunks: npt.NDArray[np.int64], groups: Groups, rates: npt.NDArray[np.float64]
@@ -299,15 +318,15 @@ class _Placing:
                 of_set, source, targets = self.rows[number]
                 rest = tuple(other for other in targets if other != node)
                 back = over[self.row[over] == number]
-                self.row[back] = self.number(of_set, source, rest)
+                self._move(back, self.number(of_set, source, rest))
         return room - self._crossing()[1]
 
     def _crossing(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The bytes that each node sends and receives."""
         sent, received = np.zeros((2, len(self.usable)), np.int64)
         if len(self.rows) > len(self.holder_sets):
-            amounts = np.bincount(self.row, self.lengths, len(self.rows)).astype(np.int64)
-            for (_, source, targets), amount in zip(self.rows, amounts.tolist(), strict=True):
+            amounts = self._row_bytes().tolist()
+            for (_, source, targets), amount in zip(self.rows, amounts, strict=True):
                 sent[source] += amount * len(targets)
                 received[list(targets)] += amount
         return sent, received
@@ -321,14 +340,15 @@ class _Placing:
         """Find other nodes with room ``left`` for what still has too few copies."""
         for _ in range(PASSES_MAX):
             placed = False
-            kept = np.array([len(targets) for _, _, targets in self.rows], np.int64)
             sets = np.array([s for s, _, _ in self.rows], np.int64)
-            wanting = (kept < self.need[sets]) & able[sets]
+            wanting = self._short_rows() & able[sets]
+            if not wanting.any():
+                break
             lacking = np.flatnonzero(wanting[self.row])
             lacking = lacking[stable_order(self.row[lacking])]
             borders = np.flatnonzero(np.diff(self.row[lacking])) + 1
             for chunks in np.split(lacking, borders):
-                placed |= len(chunks) > 0 and self._one_more(chunks, sends, left)
+                placed |= self._one_more(chunks, sends, left)
             if not placed:
                 break
 
@@ -359,7 +379,7 @@ class _Placing:
             mine = mine[np.cumsum(self.lengths[mine]) <= left[node]]
             if len(mine):
                 left[node] -= self.lengths[mine].sum()
-                self.row[mine] = self.number(of_set, source, tuple(sorted((*targets, node))))
+                self._move(mine, self.number(of_set, source, tuple(sorted((*targets, node)))))
                 placed = True
         return placed
 
@@ -370,9 +390,9 @@ class _Placing:
         left: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int64]:
         """How much more than ``left`` each node needs so that nothing is short, int64[nodes]."""
-        short = self._short()
-        if not short.any():
+        if not self._short_rows().any():
             return np.zeros_like(left)
+        short = self._short()
         trial = copy.copy(self)
         trial.row, trial.rows, trial.numbers = self.row.copy(), [*self.rows], {**self.numbers}
         # The same for all: who has how much free memory is not known here.
@@ -385,10 +405,15 @@ class _Placing:
 
     def _short(self) -> npt.NDArray[np.bool_]:
         """Chunks that have too few copies so far, bool[n]."""
+        rows = self._short_rows()
+        return rows[self.row] if rows.any() else np.zeros(len(self.row), np.bool_)
+
+    def _short_rows(self) -> npt.NDArray[np.bool_]:
+        """The rows that have chunks, with too few copies so far: bool[rows]."""
         kept = np.array([len(targets) for _, _, targets in self.rows], np.int64)
         sets = np.array([s for s, _, _ in self.rows], np.int64)
-        short: npt.NDArray[np.bool_] = (kept < self.need[sets])[self.row]
-        return short
+        short: npt.NDArray[np.bool_] = kept < self.need[sets]
+        return short & (self._row_bytes() > 0) if short.any() else short
 
     def done(self, lacking: npt.NDArray[np.int64]) -> Copies:
         """The finished table."""

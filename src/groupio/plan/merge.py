@@ -15,6 +15,9 @@ import numpy.typing as npt
 from groupio.errors import IntegrityError, InvalidInput, Retry
 from groupio.model import DIGEST_BYTES, NodeReport
 
+_COMPARED = 4096
+"""So many digests are compared at a time: they stay in the processor's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Merged:
@@ -49,7 +52,7 @@ def merge(reports: Sequence[NodeReport]) -> Merged:
     leader, again = _first_equal(digests)
     _check_lengths(digests, lengths, leader, again)
     # One report without duplicates keeps its own arrays.
-    first = np.delete(np.arange(len(leader)), again) if len(again) else None
+    first = _leading(len(leader), again) if len(again) else None
     number = np.arange(len(leader)) if first is None else _numbers(leader, first)
     borders = np.cumsum([len(report.chunks) for report in reports])
     rows = tuple(np.split(number, borders[:-1])) if reports else ()
@@ -57,7 +60,7 @@ def merge(reports: Sequence[NodeReport]) -> Merged:
     holder_set, holder_sets = find_holders(rows, n)
     return Merged(
         nodes=nodes,
-        digests=digests if first is None else digests[first],
+        digests=digests if first is None else digests.take(first, axis=0),
         lengths=lengths if first is None else lengths[first],
         rows=rows,
         holder_set=holder_set,
@@ -107,11 +110,18 @@ def _check_lengths(
         )
 
 
+def _leading(n: int, again: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The rows, of ``n``, that are not among ``again``, ascending."""
+    leads = np.ones(n, np.bool_)
+    leads[again] = False
+    return np.flatnonzero(leads)
+
+
 def _numbers(leader: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The number of each row's value, where ``first`` are the rows that lead, ascending."""
     number = np.empty(len(leader), np.int64)
     number[first] = np.arange(len(first))
-    numbers: npt.NDArray[np.int64] = number[leader]
+    numbers: npt.NDArray[np.int64] = number.take(leader)
     return numbers
 
 
@@ -125,18 +135,29 @@ def _first_equal(
     # Digests are random bytes, so that a part of the first word tells nearly all of them apart.
     # Its low bits make room for the row: one column of integers is sorted, and sorts stably.
     bits = np.uint64(n.bit_length())
-    keys = (words[:, 0] >> bits << bits) | np.arange(n, dtype=np.uint64)
+    keys = words[:, 0] >> bits
+    keys <<= bits
+    keys |= np.arange(n, dtype=np.uint64)
     keys.sort()
     order = (keys & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
     keys >>= bits
     leader, again = _lead(order, keys[1:] == keys[:-1])
-    # Row by row with the first one, which is in the processor's cache where there are many.
-    differ = words[again]
-    differ ^= words[leader[again]]
-    if (differ[:, 0] | differ[:, 1] | differ[:, 2] | differ[:, 3]).any():
+    if not _are_equal(words, again, leader):
         order = np.lexsort((np.arange(n), *words.T[::-1]))
         leader, again = _lead(order, (words[order[1:]] == words[order[:-1]]).all(axis=1))
     return leader, again
+
+
+def _are_equal(
+    words: npt.NDArray[np.uint64], again: npt.NDArray[np.int64], leader: npt.NDArray[np.int64]
+) -> bool:
+    """Whether each of the rows ``again`` equals its leader."""
+    for start in range(0, len(again), _COMPARED):
+        rows = again[start : start + _COMPARED]
+        # ``take`` copies whole rows, several times faster than an index does.
+        if not np.array_equal(words.take(rows, axis=0), words.take(leader[rows], axis=0)):
+            return False
+    return True
 
 
 def _lead(
@@ -147,8 +168,11 @@ def _lead(
     twins = np.flatnonzero(same) + 1
     # Twins in a row are one run, and the row before leads it.
     starts = np.flatnonzero(np.diff(twins, prepend=-1) != 1)
-    leader[order[twins]] = np.repeat(order[twins[starts] - 1], np.diff(starts, append=len(twins)))
-    return leader, np.sort(order[twins])
+    rows = order[twins]
+    leader[rows] = np.repeat(order[twins[starts] - 1], np.diff(starts, append=len(twins)))
+    again = np.zeros(len(order), np.bool_)
+    again[rows] = True
+    return leader, np.flatnonzero(again)
 
 
 def find_holders(
@@ -162,14 +186,16 @@ def find_holders(
     """
     if len(rows) == 1 and len(rows[0]) == n:
         return np.zeros(n, np.int32), ((0,),)
-    times = np.zeros(n, np.int32)
-    last = np.full(n, -1, np.int32)
+    # Eight holders are one byte; sets are told apart eight bytes at a time, so that each step
+    # sorts one column of integers.
+    masks = np.zeros((max(-(-len(rows) // 64), 1), n), np.uint64)
+    last = np.full(n, -1, np.int64)
     for holder, mine in enumerate(rows):
-        times[mine] += 1
+        masks[holder // 64][mine] |= np.uint64(1 << holder % 64)
         last[mine] = holder
     # Most chunks have one holder; only for the others sets are compared.
-    several = np.flatnonzero(times > 1)
-    codes, sets = _compare_sets(rows, times, several)
+    several = np.flatnonzero(_several(masks))
+    codes, sets = _compare_sets(masks.take(several, axis=1))
     code = last + 1
     code[several] = codes + len(rows) + 1
     known = [(), *((holder,) for holder in range(len(rows))), *sets]
@@ -178,33 +204,36 @@ def find_holders(
     by_row = np.argsort(appears, kind="stable")[: np.count_nonzero(appears < n)]
     number = np.zeros(len(known), np.int32)
     number[by_row] = np.arange(len(by_row), dtype=np.int32)
-    return number[code], tuple(known[c] for c in by_row.tolist())
+    return number.take(code), tuple(known[c] for c in by_row.tolist())
+
+
+def _several(masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which columns of the bit masks have more than one bit, bool[n]."""
+    there = np.zeros(masks.shape[1], np.bool_)
+    several = there.copy()
+    for column in masks:
+        several |= (column & (column - (column != 0))) != 0
+        if len(masks) > 1:
+            here = column != 0
+            several |= there & here
+            there |= here
+    return several
 
 
 def _compare_sets(
-    rows: Sequence[npt.NDArray[np.int64]],
-    times: npt.NDArray[np.int32],
-    several: npt.NDArray[np.int64],
+    masks: npt.NDArray[np.uint64],
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, ...]]]:
-    """The number of the set of holders of each chunk in ``several``, and the sets."""
-    if not len(several):
+    """The number of the set of holders that each column of the bit ``masks`` is, and the sets."""
+    count = masks.shape[1]
+    if not count:
         return np.empty(0, np.int64), []
-    place = np.empty(len(times), np.int64)
-    place[several] = np.arange(len(several))
-    # Eight holders are one byte; sets are told apart eight bytes at a time, so that each step
-    # sorts one column of integers.
-    masks = np.zeros((-(-len(rows) // 64), len(several)), np.uint64)
-    for holder, mine in enumerate(rows):
-        masks[holder // 64, place[mine[times[mine] > 1]]] |= np.uint64(1 << holder % 64)
-    code = np.zeros(len(several), np.int64)
+    code = np.zeros(count, np.int64)
     example = np.zeros(1, np.int64)
     for column in masks:
         if (column == column[0]).all():
             continue
         _, kinds = np.unique(column, return_inverse=True)
-        _, example, code = np.unique(
-            code * len(several) + kinds, return_index=True, return_inverse=True
-        )
+        _, example, code = np.unique(code * count + kinds, return_index=True, return_inverse=True)
     chosen = np.ascontiguousarray(masks[:, example].T)
     bits = np.unpackbits(chosen.view(np.uint8), axis=1, bitorder="little")
     return code, [tuple(np.flatnonzero(one).tolist()) for one in bits]

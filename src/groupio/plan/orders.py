@@ -194,12 +194,12 @@ class _Giving:
     ) -> None:
         """``target`` gets these chunks of one holder set from ``source``."""
         merged, holding, loads = self.it.merged, self.it.holding, self.loads
-        lengths = merged.lengths[chunks]
+        lengths = merged.lengths.take(chunks)
         holders = holding.holder_sets[int(holding.holder_set[chunks[0]])]
         self.fetches[target].append(
             Fetch(
                 source=self.links[source].node,
-                digests=merged.digests[chunks],
+                digests=merged.digests.take(chunks, axis=0),
                 lengths=lengths,
                 keep=keep,
                 write=write,

@@ -253,7 +253,7 @@ class _Pile:
     def _slice(self, start: int, stop: int) -> Rows:
         low = int(np.searchsorted(self._before, start, "right")) - 1
         high = int(np.searchsorted(self._before, stop, "left"))
-        borders = np.clip(self._before[low : high + 1], start, stop)
+        borders = np.minimum(np.maximum(self._before[low : high + 1], start), stop)
         counts = borders[1:] - borders[:-1]
         classes, sources, writers, _ = self._rows
         high = low + len(counts)

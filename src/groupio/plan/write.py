@@ -20,6 +20,7 @@ from groupio.model import NodeLink
 from groupio.plan.improve import Loads, improved
 from groupio.plan.merge import Merged
 from groupio.plan.moves import Floats, Fluid, best_local, best_moved
+from groupio.plan.ordering import stable_order
 from groupio.plan.whole import Rows, whole_chunks
 
 GOOD_ENOUGH = 1.01
@@ -130,7 +131,7 @@ def assign_flush(
     """
     sources = np.full(len(classes.chunk_class), -1, np.int32)
     writers = sources.copy()
-    order = np.argsort(classes.chunk_class, kind="stable")
+    order = stable_order(classes.chunk_class)
     order = order[int(np.count_nonzero(classes.chunk_class < 0)) :]
     sources[order] = np.repeat(plan.sources, plan.counts)
     writers[order] = np.repeat(plan.writers, plan.counts)

@@ -79,6 +79,8 @@ class AgentMachine(HeldGroups):
                 return self._on_retract(event)
             case fx.StoreChunks():
                 return self._on_order(event)
+            case fx.StoreAgain(group=number):
+                return self._on_store_again(number)
             case fx.TakeRoom():
                 return self._on_take_room(event)
             case fx.AdoptGroup():
@@ -198,7 +200,7 @@ class AgentMachine(HeldGroups):
                 node=self.node,
                 waited=group.order.wait,
                 replica_bytes=group.order.replica_bytes if group.replicas else 0,
-                in_memory=all(len(x.waves) == 1 for x in group.leases.values()),
+                in_memory=group.in_memory,
             )
             effects += self._say(group, admitted)
         return effects
@@ -295,7 +297,7 @@ class AgentMachine(HeldGroups):
             lease.stopped = True
             copied = ev.MemberCopied(group.number, lease.seat.rank, self.node)
             effects += self._say(group, copied)
-        if all(x.copied == len(x.waves) - 1 for x in group.leases.values()):
+        if group.all_copied:
             effects.append(fx.FinishJob(number))
         return effects
 

@@ -193,6 +193,17 @@ class StoreChunks(_Effect, frozen=True):
     record: SealedRecord | None = None
 
 
+class StoreAgain(_Effect, frozen=True):
+    """Hash and write anew what could not be written: the store may be back.
+
+    For a group that writes at once, and a node that said that it has all bytes in memory. Answer
+    NodeStored or NodeFailed; a node that has not failed since the last order is at it already.
+    """
+
+    node: str
+    group: int
+
+
 class TakeRoom(_Effect, frozen=True):
     """Take more memory for chunks of other nodes, so that there are ``replica_bytes`` in all.
 
@@ -364,6 +375,12 @@ class AddWave(_Effect, frozen=True):
 
 class FinishJob(_Effect, frozen=True):
     """All waves of all members are with the job: store the rest and report."""
+
+    group: int
+
+
+class RepeatJob(_Effect, frozen=True):
+    """The job has failed, and all its waves are in memory: do them anew, in other segments."""
 
     group: int
 

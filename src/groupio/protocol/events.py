@@ -196,11 +196,12 @@ class NodeStored(_Event, frozen=True):
 
 
 class NodeFailed(_Event, frozen=True):
-    """The node could not store its part."""
+    """The node could not store its part; ``repeatable`` is what StoreAgain can do all of anew."""
 
     group: int
     node: str
     error: GroupIOError
+    repeatable: bool = False
 
 
 class NodeIdle(_Event, frozen=True):
@@ -485,8 +486,7 @@ class ControllerLeft(_Event, frozen=True):
 
 
 class MemoryReserved(_Event, frozen=True):
-    """The agent itself uses so many more bytes of the budget, or fewer. It asked the ledger for
-    what is available before."""
+    """The agent itself uses so many more bytes of the budget, or fewer; it asked before."""
 
     nbytes: int
 

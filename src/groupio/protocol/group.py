@@ -89,8 +89,8 @@ class Group(PlannedGroup):
                 return self._on_published(error)
             case ev.NodeRefused(error=error):
                 return self.fail(error) if self.phase is Phase.ADMITTING else []
-            case ev.NodeFailed(node=node, error=error):
-                return self._on_node_failed(node, error)
+            case ev.NodeFailed():
+                return self._on_node_failed(event)
             case ev.MemberCopied(rank=rank, node=node):
                 return self._on_copied(rank, node)
             case ev.NodeStored():
@@ -158,7 +158,7 @@ class Group(PlannedGroup):
         if self.missing:
             return []
         self.phase = Phase.STORING
-        return [fx.StopTimer(self.timer), *self.staged(), *self._maybe_plan()]
+        return [fx.StopTimer(self.timer), *self.staged(), *self._maybe_plan(), *self._maybe_wait()]
 
     # -- losses ---------------------------------------------------------
 

@@ -121,7 +121,20 @@ class HeldGroups(Standby, NodeState):
             return []
         group.resting = False
         group.orders.clear()
-        return self._say(group, ev.NodeFailed(group.number, self.node, event.error))
+        repeatable = group.order.store and not group.order.planned and group.in_memory
+        failed = ev.NodeFailed(group.number, self.node, event.error, repeatable)
+        return self._say(group, failed)
+
+    def _on_store_again(self, number: int) -> list[fx.Effect]:
+        """The store may be back: a job that failed begins anew."""
+        group = self._by_number(number)
+        if group is None or group.aborting or group.order.planned or not group.all_copied:
+            return []
+        left = [e for e in group.said if not isinstance(e, ev.NodeFailed)]
+        if len(left) == len(group.said):
+            return []
+        group.said = left
+        return [fx.RepeatJob(group.order.group)]
 
     # -- without a controller ---------------------------------------------------------
 

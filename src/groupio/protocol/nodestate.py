@@ -75,6 +75,16 @@ class NodeGroup:
         return sum(extent.length for extent in self.replicas) - gaps
 
     @property
+    def in_memory(self) -> bool:
+        """Every byte of its members on this node is in memory at once, not wave by wave."""
+        return all(len(lease.waves) == 1 for lease in self.leases.values())
+
+    @property
+    def all_copied(self) -> bool:
+        """Its members on this node have handed over all that they save."""
+        return all(x.copied == len(x.waves) - 1 for x in self.leases.values())
+
+    @property
     def quiet(self) -> bool:
         """Nobody touches the group's memory or segments. Of a planned group peers may be getting
         chunks: only its cancelled job knows."""

@@ -90,10 +90,10 @@ class PlannedGroup(GroupState):
             return []
         if foreign := self._foreign(event.node, (m.rank for m in event.report.members)):
             return self.fail(reasons.not_its_ranks(self.epoch, event.node, foreign))
+        self.away, self._waits = None, 0
         if self.storing is None:
             self._reports[event.node] = event.report
             return []
-        self.away, self._waits = None, 0
         self.storing.on_stored(event)
         return self._maybe_replicated()
 
@@ -175,13 +175,24 @@ class PlannedGroup(GroupState):
             return []
         return self._tell(Level.REPLICATED)
 
-    def _on_node_failed(self, node: str, error: GroupIOError) -> list[fx.Effect]:
+    def _on_node_failed(self, event: ev.NodeFailed) -> list[fx.Effect]:
+        node, error = event.node, event.error
         if self.storing is not None and node not in self.storing.holders:
             return []  # it was lost, and is only back to be told the end
-        if self._may_repeat(node) and reasons.is_away(error):
-            self._failed_nodes.add(node)
-            return self._wait_for_store(error)
-        return self.fail(error)
+        if self.storing is None:
+            repeatable = event.repeatable and self._may_store_again(error)
+        else:
+            repeatable = self._may_repeat(node) and reasons.is_away(error)
+        if not repeatable:
+            return self.fail(error)
+        self._failed_nodes.add(node)
+        return self._wait_for_store(error)
+
+    def _may_store_again(self, error: GroupIOError) -> bool:
+        """A group that writes at once can wait, sealed or not, for the store that it began with."""
+        if self.phase is Phase.COPYING:
+            return reasons.may_return(error)
+        return self.phase is Phase.STORING and reasons.is_away(error)
 
     def _may_repeat(self, node: str) -> bool:
         """What failed on the node was an order, which can be given again.
@@ -193,11 +204,16 @@ class PlannedGroup(GroupState):
             return False
         return node not in self.storing.members or node in self.storing.hashed
 
+    def _maybe_wait(self) -> list[fx.Effect]:
+        """The store went away while members copied: wait for it, now that all have."""
+        return [] if self.away is None else self._wait_for_store(self.away)
+
     def _wait_for_store(self, error: GroupIOError) -> list[fx.Effect]:
         """The store of a sealed group is away: nothing is lost by trying again later."""
-        if self._retrying:
-            return []  # the timer runs already
-        self.away, self._retrying = error, True
+        self.away = error
+        if self._retrying or self.phase is Phase.COPYING:
+            return []  # the timer runs already, or the group has not got so far
+        self._retrying = True
         self.timer = f"away-{self.number}"
         delay_s = min(AWAY_BACKOFF_S * 2**self._waits, AWAY_BACKOFF_MAX_S)
         self._waits += 1
@@ -211,8 +227,9 @@ class PlannedGroup(GroupState):
             return self._prepare()
         if self.phase is Phase.DECIDING:
             return self._decide_commit()
-        assert self.storing is not None
         nodes, self._failed_nodes = sorted(self._failed_nodes), set()
+        if self.storing is None:
+            return [fx.StoreAgain(node, self.number) for node in nodes]
         return [effect for node in nodes for effect in self.storing.retry(node)]
 
     # -- nodes that go and come ---------------------------------------------------------

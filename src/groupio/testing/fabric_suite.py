@@ -45,6 +45,7 @@ from groupio.fabric.base import (
 )
 from groupio.fabric.pacing import Pacer
 from groupio.model import CHUNK_BYTES
+from groupio.testing.fabric_slow import SlowTests
 from groupio.testing.fabric_stops import StopTests
 from groupio.testing.holdings import JOB, MIB, TOKEN, Holdings, eventually, soon, want
 
@@ -62,7 +63,7 @@ def serve_in_child(
     pipe.recv()
 
 
-class FabricSuite(StopTests, abc.ABC):
+class FabricSuite(StopTests, SlowTests, abc.ABC):
     """Tests that every fabric passes; see the module for how to use them."""
 
     @staticmethod

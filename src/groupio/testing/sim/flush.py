@@ -12,6 +12,7 @@ from groupio.format.records import segment_name
 from groupio.model import DecisionKey, SegmentRef
 from groupio.protocol import events as ev
 from groupio.protocol.ledger import Use
+from groupio.protocol.reasons import is_away
 from groupio.testing.sim.content import Member, Place, report_of
 from groupio.testing.sim.disk import File
 from groupio.testing.sim.engine import Violated
@@ -35,6 +36,7 @@ class FlushJob:
         self.store = store
         self.planned = planned
         self.waves: deque[Any] = deque()
+        self.added: list[Any] = []
         self.orders: deque[Any] = deque()
         self.finished = False
         self.cancelled = False
@@ -61,12 +63,28 @@ class FlushJob:
         if self.finished:
             raise Violated(6, f"{self.node.name}: a wave came after the last one: {wave}")
         self.waves.append(wave)
+        self.added.append(wave)
         self.run()
 
     def finish(self) -> None:
         """All waves of all members are there."""
         self.finished = True
         self.run()
+
+    def repeat(self) -> None:
+        """What failed is done anew from memory, in other segments."""
+        if not (self.ended and self.whole):
+            raise Violated(6, f"{self.node.name}: group {self.group} is at work, or was in waves")
+        self.ended = self.hashed = False
+        self.waves = deque(self.added)
+        for known in (self.lengths, self.members, self.places, self.own):
+            known.clear()
+        self.run()
+
+    @property
+    def whole(self) -> bool:
+        """All of it is in memory at once."""
+        return self.node.machine.groups[self.group].in_memory
 
     def order(self, order: Any) -> None:
         """A round of the plan."""
@@ -97,7 +115,7 @@ class FlushJob:
         if self.cancelled:
             self._idle()
         elif error is not None:
-            if not (self.planned and self.hashed):
+            if not (self.hashed if self.planned else self.whole and is_away(error)):
                 self.node.sim.oracle.unwritten.add(self.key)
             self.ended = not self.planned
             self.orders.clear()

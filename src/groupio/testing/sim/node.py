@@ -199,6 +199,8 @@ class Node:
                 self.jobs[group].add(effect)
             case fx.FinishJob(group=group):
                 self.jobs[group].finish()
+            case fx.RepeatJob(group=group):
+                self.jobs[group].repeat()
             case fx.RunOrder(group=group):
                 self.jobs[group].order(effect)
             case fx.CancelJob(group=group):
