@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from nodes_help import (
     Cluster,
+    MachineNode,
     call_save,
     committed,
     outcomes,
@@ -60,12 +61,16 @@ def begin(make_cluster: Any, mount: FuseMount, size: int) -> tuple[Cluster, list
     return cluster, ranks
 
 
+def ruler(cluster: Cluster) -> MachineNode:
+    return cluster.nodes[0] if len(cluster.nodes) == 1 else cluster.ruler
+
+
 def store_away(cluster: Cluster) -> Any:
-    node = cluster.nodes[0] if len(cluster.nodes) == 1 else cluster.ruler
+    node = ruler(cluster)
     return until(lambda: node.status()["jobs"][0]["store_away"], 20, cluster.logs)
 
 
-@pytest.mark.parametrize("size", [3], ids=["three nodes"])
+@pytest.mark.parametrize("size", [1, 3], ids=["one node", "three nodes"])
 def test_saves_wait_for_the_mount(mount: FuseMount, make_cluster: Any, size: int) -> None:
     cluster, ranks = begin(make_cluster, mount, size)
     mount.die()
@@ -83,12 +88,13 @@ def test_saves_wait_for_the_mount(mount: FuseMount, make_cluster: Any, size: int
 
 
 @pytest.mark.parametrize("point", ["seal", "prepare", "decide"])
+@pytest.mark.parametrize("size", [1, 3], ids=["one node", "three nodes"])
 def test_a_sealed_epoch_is_stored_through_the_new_mount(
-    mount: FuseMount, make_cluster: Any, point: str
+    mount: FuseMount, make_cluster: Any, size: int, point: str
 ) -> None:
     """Segments that were not durable yet are written anew, from memory."""
-    cluster, ranks = begin(make_cluster, mount, 3)
-    held = cluster.nodes if point == "seal" else [cluster.ruler]
+    cluster, ranks = begin(make_cluster, mount, size)
+    held = cluster.nodes if point == "seal" else [ruler(cluster)]
     for node in held:
         node.hold(point)
     call_save(ranks, 2)
@@ -99,13 +105,14 @@ def test_a_sealed_epoch_is_stored_through_the_new_mount(
         node.let(point)
     released(ranks)
     for one in ranks:
-        one.send("wait", epoch=2, level="replicated", timeout_s=20).answer()
+        level = "replicated" if size > 1 else "staged"
+        one.send("wait", epoch=2, level=level, timeout_s=20).answer()
     assert store_away(cluster)
     mount.again()
     assert committed(outcomes(ranks, 2))
-    restored(ranks[0], 3, 2)
+    restored(ranks[0], size, 2)
     assert committed(save(ranks, 3))
-    restored(ranks[1], 3, 3)
+    restored(ranks[-1], size, 3)
 
 
 def test_another_store_at_the_path_is_waited_out(
@@ -126,10 +133,9 @@ def test_another_store_at_the_path_is_waited_out(
     for node in cluster.nodes:
         node.let("seal")
     released(ranks)
-    ruler = cluster.ruler
 
     def told() -> bool:
-        away = ruler.status()["jobs"][0]["store_away"]
+        away = ruler(cluster).status()["jobs"][0]["store_away"]
         return away is not None and other.store_id in away["error"]
 
     until(told, 20, cluster.logs)
