@@ -62,7 +62,8 @@ demo: $(VENV)/.torch-installed
 # The crash tests use strace and make ext4 and xfs images on loop devices.
 tools:
 	@missing=""; \
-	for pair in strace:strace mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs losetup:mount ip:iproute2; do \
+	for pair in strace:strace mkfs.ext4:e2fsprogs mkfs.xfs:xfsprogs losetup:mount ip:iproute2 \
+	        bindfs:bindfs; do \
 	    PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null \
 	        || missing="$$missing $${pair##*:}"; \
 	done; \

@@ -189,7 +189,9 @@ class World:
     def _send(self, peer: Any, message: Any, fds: tuple[int, ...] = ()) -> None:
         self.told.append((peer.client, message))
 
-    def coordinate(self, where: Where, store: Any, scope: str, *, on_lost: Any) -> Coordinator:
+    def coordinate(
+        self, where: Where, store: Any, scope: str, *, on_lost: Any, after: Any
+    ) -> Coordinator:
         self.coordinator.on_lost = on_lost
         return self.coordinator
 

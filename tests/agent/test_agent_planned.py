@@ -61,7 +61,7 @@ class Node:
         )
         say = self.said.put
         self.flush = PlannedFlush(
-            backend=self.store.backend,
+            backend=lambda: self.store.backend,
             store_id=self.store.store_id,
             key=KEY,
             node=self.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from groupio.agent import fetching
 from groupio.agent.planned import Source
 from groupio.agent.segment_writer import SegmentWriter
 from groupio.agent.workers import WorkerPool
+from groupio.backend.posix import PosixBackend
 from groupio.errors import GroupIOError, StorageError
 from groupio.fabric import tcp
 from groupio.model import CHUNK_BYTES, PACK_ITEM_BYTES, PAGE_BYTES, NodeReport
@@ -211,6 +213,42 @@ def test_a_failed_round_leaves_nothing_and_may_come_again(store: Store, nodes: N
     assert number == 3
     assert len(store.segments()) == 1
     check(store, [unstored(report), written], member)
+
+
+def test_each_round_that_writes_has_a_backend_of_its_own(store: Store, nodes: Nodes) -> None:
+    """What the round before used may be the handles of a mount that is gone."""
+    source, target = nodes("n0"), nodes("n1")
+    report = source.hash(large(1))
+    target.hash()
+    given: list[Any] = [
+        StorageError("away", path="x", errno=errno.ESTALE),
+        PosixBackend.open(store.path, create=True),
+        PosixBackend.open(store.path, create=True),
+    ]
+    opened, asked = given[1:], []
+
+    def give() -> Any:
+        asked.append(given[0])
+        if isinstance(given[0], StorageError):
+            raise given.pop(0)
+        return given.pop(0)
+
+    target.flush._backend = give
+    address = {"n0": source.address}
+    # To keep copies takes no store, so it may be away.
+    kept = NodeOrder(NOTHING, (moved(report, [0], keep=True, write=False),), True)
+    target.flush.run_order(1, kept, address, (target.room(),))
+    target.next("replicated")
+    target.next("stored")
+    assert not asked
+    for number, row, answer in ((2, 1, "failed"), (2, 1, "stored"), (3, 2, "stored")):
+        part = moved(report, [row], keep=False, write=True)
+        target.flush.run_order(number, NodeOrder(NOTHING, (part,), False), address, ())
+        target.next(answer)
+    assert len(asked) == 3
+    assert asked[1:] == opened
+    for one in opened:
+        one.close()
 
 
 def test_room_of_what_did_not_come_is_used_again(store: Store, nodes: Nodes) -> None:

@@ -188,7 +188,7 @@ class Flushing:
             self._post(ev.JobShort(group, number, *fetched, copies))
 
         flush = PlannedFlush(
-            backend=store.backend,
+            backend=store.current,
             store_id=store.store_id,
             key=effect.key,
             node=driver.node,

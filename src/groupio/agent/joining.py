@@ -110,13 +110,11 @@ class Joining:
             store_id = store.follow(create=create)
         except NotFound:
             return None
-        made = open_coordinator(self.where, store.backend, store_id, on_lost=self._deposed)
+        made = open_coordinator(
+            self.where, store.backend, store_id, on_lost=self._deposed, after=store.after
+        )
         self._made = Election(
-            made,
-            self.where,
-            path=self._job.path,
-            node=self._driver.node,
-            life=self._network.life,
+            made, self.where, path=self._job.path, node=self._driver.node, life=self._network.life
         )
         return self._made
 

@@ -31,7 +31,7 @@ from groupio.agent.placing import NewChunks, find_runs
 from groupio.agent.segment_writer import Batch, Place, Segment, SegmentWriter, Tensors
 from groupio.agent.stored import Row, Stored, find_tensors
 from groupio.agent.workers import WorkerPool
-from groupio.backend.base import Backend
+from groupio.backend.base import SEGMENTS, Backend
 from groupio.errors import GroupIOError, StorageError
 from groupio.model import ChunkTable, DecisionKey, ItemSpec, NodeReport
 from groupio.plan.frames import shapes_of
@@ -79,7 +79,7 @@ class PlannedFlush:
     def __init__(
         self,
         *,
-        backend: Backend,
+        backend: Callable[[], Backend],
         store_id: str,
         key: DecisionKey,
         node: str,
@@ -90,7 +90,9 @@ class PlannedFlush:
         told: Told,
         wrote: Callable[[int, float], None],
     ) -> None:
-        """``wrote`` is told of bytes written and the seconds that they took."""
+        """``backend`` gives each round that writes its own: the store may have been away since.
+        ``wrote`` is told of bytes written and the seconds that they took.
+        """
         self._backend = backend
         self._store_id = store_id
         self._key = key
@@ -112,6 +114,8 @@ class PlannedFlush:
         self._done: set[bytes] = set()
         """Digests of the chunks that this node wrote."""
         self._writers: list[SegmentWriter] = []
+        self._unfinished: list[str] = []
+        """Segments of rounds that failed which could not be removed at once."""
         self._written_bytes = 0
         self._running = 0
         self._stopped = False
@@ -265,6 +269,7 @@ class PlannedFlush:
             raise
         if not len(fetched.missing) and not fetched.liars:
             self._told.stored(number, self._stored.report(self._report))
+            self._sweep()
             return
         if rows:
             self._told.stored(number - 1, self._stored.report(self._report))
@@ -279,7 +284,17 @@ class PlannedFlush:
         try:
             writer.delete()
         except GroupIOError as error:
-            log.warning("a segment of no use stays in the store: %s", error.message)
+            log.warning("a segment of no use stays in the store for now: %s", error.message)
+            self._unfinished += writer.names
+
+    def _sweep(self) -> None:
+        """Remove what rounds before this one left, now that the store is back."""
+        names, self._unfinished = self._unfinished, []
+        for name in names:
+            try:
+                self._backend().delete(SEGMENTS, name)
+            except GroupIOError as error:
+                log.warning("a segment of no use stays in the store: %s", error.message)
 
     def _seq(self) -> int:
         """Segments of later rounds, and those that the waves wrote, keep their numbers."""

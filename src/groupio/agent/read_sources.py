@@ -16,10 +16,11 @@ from groupio.agent.uplink import Uplink
 from groupio.backend.base import EPOCHS, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.client.chunk_reader import RUN_BYTES, Job, Wants, do_job, jobs_of
-from groupio.errors import GroupIOError, IntegrityError
+from groupio.errors import GroupIOError, IntegrityError, StorageError
 from groupio.fabric.base import DEADLINE, DIGEST, MISSING, RANGE, Fabric, Outcome, Stop, Want
 from groupio.format.manifest import ManifestReader
 from groupio.model import ChunkTable, DecisionKey, SegmentRef
+from groupio.protocol.reasons import is_away
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Epoch(NamedTuple):
         """Open the epoch's manifest; NotFound, IntegrityError, FormatError or StorageError."""
         backend = PosixBackend.open(path, create=False)
         try:
+            backend.store_record()  # by which the store is known again
             with backend.reader(EPOCHS, str(key)) as reader:
                 manifest = ManifestReader(reader.read, reader.size, reader.path)
                 segments, table = manifest.segments, manifest.chunks
@@ -77,8 +79,70 @@ class Epoch(NamedTuple):
         return name
 
 
+class _Opened:
+    """An epoch's segments as long as somebody reads them, through one backend; thread-safe."""
+
+    def __init__(self, backend: PosixBackend, segments: Sequence[SegmentRef]) -> None:
+        self.backend = backend
+        self._segments = segments
+        self._lock = threading.Lock()
+        self._open: dict[int, RandomReader] = {}
+        self._busy: dict[int, int] = {}
+        self._closed = False
+
+    def use(self, segment: int, more: int) -> bool:
+        """One more, or one less, reads the segment. False, and nothing, when it is too late."""
+        with self._lock:
+            if more > 0 and self._closed:
+                return False
+            self._busy[segment] = self._busy.get(segment, 0) + more
+            if self._busy[segment]:
+                return True
+            del self._busy[segment]
+            idle = [number for number in self._open if number not in self._busy]
+            closing = idle if self._closed else idle[: max(len(self._open) - SEGMENTS_OPEN_MAX, 0)]
+            readers = [self._open.pop(number) for number in closing]
+            over = self._closed and not self._open and not self._busy
+        for reader in readers:
+            reader.close()
+        if over:
+            self.backend.close()
+        return True
+
+    def reader(self, segment: int) -> RandomReader | None:
+        """The open segment; None when it is not there."""
+        with self._lock:
+            if segment not in self._open:
+                name = self._segments[segment].name
+                try:
+                    self._open[segment] = self.backend.reader("segments", name)
+                except IntegrityError:
+                    return None
+            return self._open[segment]
+
+    def path(self, segment: int) -> str:
+        """Where the segment should be."""
+        return f"{self.backend.path}/segments/{self._segments[segment].name}"
+
+    def close(self) -> None:
+        """Close the segments and the store, once no thread reads any more."""
+        with self._lock:
+            self._closed = True
+            busy = bool(self._busy)
+            readers = [] if busy else list(self._open.values())
+            if not busy:
+                self._open.clear()
+        for reader in readers:
+            reader.close()
+        if not busy:
+            self.backend.close()
+
+
 class StoreSource:
-    """Reads and verifies whole chunks of an epoch; neighbours in one go."""
+    """Reads and verifies whole chunks of an epoch; neighbours in one go.
+
+    A store that was away is opened anew by its path, if it is the same one.
+    """
 
     def __init__(self, epoch: Epoch, pool: ThreadPoolExecutor, told: Told, uplink: Uplink) -> None:
         """Threads of ``pool`` sleep while ``uplink`` holds them back."""
@@ -87,8 +151,7 @@ class StoreSource:
         self._told = told
         self._uplink = uplink
         self._lock = threading.Lock()
-        self._open: dict[int, RandomReader] = {}
-        self._busy: dict[int, int] = {}
+        self._opened = _Opened(epoch.backend, epoch.segments)
         self._scratch = threading.local()
         self._closed = False
 
@@ -109,24 +172,45 @@ class StoreSource:
     def _read_now(self, job: Job) -> None:
         rows = [piece.row for piece in job.pieces]
         why, bad = "", set[int]()
+        opened = self._opened
         try:
-            if not self._use(job.segment, 1):
-                return  # nobody waits for it any more
             try:
-                bad = {piece.row for piece in do_job(self, job, self._memory(job))}
-            finally:
-                self._use(job.segment, -1)
+                found = self._read_through(opened, job)
+            except StorageError as error:
+                if not is_away(error):
+                    raise
+                found = self._read_through(self._renew(opened), job)
+            if found is None:
+                return  # nobody waits for it any more
+            bad = found
         except GroupIOError as error:
             log.warning("reading for other nodes failed: %s", error.message)
             why, bad = "storage", set(rows)
         except Exception:
-            log.exception("reading segment %s failed", self.path(job.segment))
+            log.exception("reading segment %s failed", opened.path(job.segment))
             why, bad = "storage", set(rows)
         good = [row for row in rows if row not in bad]
         if good:
             self._told("", good, "")
         if bad:
             self._told("", sorted(bad), why or "digest")
+
+    def _read_through(self, opened: _Opened, job: Job) -> set[int] | None:
+        """The rows whose bytes are not what they should be; None when it is too late."""
+        if not opened.use(job.segment, 1):
+            return None
+        try:
+            return {piece.row for piece in do_job(opened, job, self._memory(job))}
+        finally:
+            opened.use(job.segment, -1)
+
+    def _renew(self, failed: _Opened) -> _Opened:
+        """The store opened anew after ``failed``, by whichever thread comes first."""
+        with self._lock:
+            if self._opened is failed and not self._closed:
+                self._opened = _Opened(failed.backend.anew(), self._epoch.segments)
+                failed.close()
+            return self._opened
 
     def _memory(self, job: Job) -> bytearray:
         if not job.needs_scratch:
@@ -136,53 +220,12 @@ class StoreSource:
         memory: bytearray = self._scratch.memory
         return memory
 
-    def _use(self, segment: int, more: int) -> bool:
-        """One more, or one less, reads the segment. False, and nothing, when it is too late."""
-        with self._lock:
-            if more > 0 and self._closed:
-                return False
-            self._busy[segment] = self._busy.get(segment, 0) + more
-            if self._busy[segment]:
-                return True
-            del self._busy[segment]
-            idle = [number for number in self._open if number not in self._busy]
-            closing = idle if self._closed else idle[: max(len(self._open) - SEGMENTS_OPEN_MAX, 0)]
-            readers = [self._open.pop(number) for number in closing]
-            over = self._closed and not self._open and not self._busy
-        for reader in readers:
-            reader.close()
-        if over:
-            self._epoch.backend.close()
-        return True
-
-    def reader(self, segment: int) -> RandomReader | None:
-        """The open segment; None when it is not there."""
-        with self._lock:
-            if segment not in self._open:
-                name = self._epoch.segments[segment].name
-                try:
-                    self._open[segment] = self._epoch.backend.reader("segments", name)
-                except IntegrityError:
-                    return None
-            return self._open[segment]
-
-    def path(self, segment: int) -> str:
-        """Where the segment should be."""
-        return f"{self._epoch.backend.path}/segments/{self._epoch.segments[segment].name}"
-
     def close(self) -> None:
         """Close the segments and the store, once no thread reads any more."""
         with self._lock:
             self._closed = True
-            busy = bool(self._busy)
-            readers = [] if busy else list(self._open.values())
-            if not busy:
-                self._open.clear()
         self._uplink.wake()
-        for reader in readers:
-            reader.close()
-        if not busy:
-            self._epoch.backend.close()
+        self._opened.close()
 
 
 class PeerSource:

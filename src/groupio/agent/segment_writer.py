@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class SegmentWriter:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Backend | Callable[[], Backend],
         *,
         store_id: str,
         key: DecisionKey,
@@ -112,9 +112,14 @@ class SegmentWriter:
         framed: bool = False,
         first_seq: int = 0,
     ) -> None:
-        """``first_seq`` is the number of the first segment: those before it are of others."""
+        """``first_seq`` is the number of the first segment: those before it are of others.
+
+        A callable ``backend`` is asked for one, in a writer thread, when the first segment is made.
+        """
         self.first_seq = first_seq
-        self._backend = backend
+        self._take_backend = backend if callable(backend) else lambda: backend
+        self._taking = threading.Lock()
+        self._taken: Backend | None = None
         self._framed = framed
         self._store_id = store_id
         self._key = key
@@ -128,6 +133,11 @@ class SegmentWriter:
     def count(self) -> int:
         """How many segments were begun."""
         return len(self._segments)
+
+    @property
+    def names(self) -> list[str]:
+        """The files made so far."""
+        return [segment.name for segment in self._segments if segment.file is not None]
 
     def append(self, digests: Sequence[bytes], new: NewChunks, tensors: Tensors) -> Place:
         """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
@@ -225,7 +235,7 @@ class SegmentWriter:
             if segment.size is None:
                 self.seal(segment)
         if self._segments:
-            self._backend.sync_folder(SEGMENTS)
+            self._backend().sync_folder(SEGMENTS)
         return tuple(
             SegmentRef(segment.name, segment.size or 0, own=True) for segment in self._segments
         )
@@ -238,7 +248,7 @@ class SegmentWriter:
                 continue
             segment.file.abort()
             try:
-                self._backend.delete(SEGMENTS, segment.name)
+                self._backend().delete(SEGMENTS, segment.name)
             except GroupIOError as error:
                 first = first or error
         if first is not None:
@@ -260,8 +270,15 @@ class SegmentWriter:
     def _open(self, segment: Segment) -> SegmentFile:
         with segment.opening:
             if segment.file is None:
-                segment.file = self._backend.create_segment(segment.name)
+                segment.file = self._backend().create_segment(segment.name)
             return segment.file
+
+    def _backend(self) -> Backend:
+        """The one backend of all segments: through another one their names are not made durable."""
+        with self._taking:
+            if self._taken is None:
+                self._taken = self._take_backend()
+            return self._taken
 
     def _header_page(self, seq: int) -> memoryview:
         header = encode_header(

@@ -74,11 +74,27 @@ class Folder:
         self._made = 0
         self._durable = 0
         self._failed: int | None = None
+        self._doubted = False
 
     @property
     def is_sound(self) -> bool:
-        """No flush of the directory has failed."""
-        return self._failed is None
+        """No flush of the directory has failed, and nothing :meth:`doubt` was told of."""
+        return self._failed is None and not self._doubted
+
+    @property
+    def is_removed(self) -> bool:
+        """The directory is in no other one any more, as far as its file system says."""
+        try:
+            return os.fstat(self.fd).st_nlink == 0
+        except OSError:  # it is away
+            return False
+
+    def doubt(self) -> None:
+        """Note that a file of the directory could not be written: its file system may be away.
+
+        A descriptor of a file system that went away may fail for ever, and a new one does not.
+        """
+        self._doubted = True
 
     def entry_made(self) -> None:
         """Note a new or changed entry."""

@@ -127,32 +127,75 @@ class PosixBackend(PosixTree):
         """StorageError unless the path still leads to the very store that was opened.
 
         It does not when the directory was replaced, another file system was mounted over it or
-        over a folder, or the store record is another one.
+        over a folder, or the store record is another one. It is an error too when the open
+        directories cannot be used any more.
         """
         self._check_place(self._path, None, self._root)
         with self._lock:
             folders = [item for item in self._folders.items() if item[0] != ROOT]
         for name, folder in folders:
             self._check_place(name, self._root.fd, folder)
-        known, self._record = self._record, None
-        if known is None:
-            return
+        if self._record is not None:
+            self._check_record(self._record)
+
+    def _check_record(self, known: StoreRecord) -> None:
         try:
-            now: str | None = self.store_record().store_id
+            now: str | None = self._read_record().store_id
         except NotFound:
             now = None
-        finally:
-            self._record = known  # also when it cannot be read now: the next check compares again
         if now != known.store_id:
             raise self._replaced(f"its record names the store {now}, not {known.store_id}")
 
     def _check_place(self, name: str, parent: int | None, folder: Folder) -> None:
         try:
             status = os.stat(name, dir_fd=parent, follow_symlinks=parent is None)
+            # Asks the file system, which fstat does not on every network file system.
+            os.stat(".", dir_fd=folder.fd)
         except OSError as error:
             raise storage_error(error, folder.path, "find the opened store again at") from error
         if (status.st_dev, status.st_ino) != folder.identity:
             raise self._replaced(f"{folder.path} is another directory or file system now")
+
+    def anew(self) -> Self:
+        """This very store, opened anew by its path; for one that was away, or failed to flush.
+
+        The caller has to have read the store record. This object stays as it is: whoever goes on
+        with it fails as before, and it is closed with its last user. The id in the store record
+        says which store is there: device and inode may be others after a mount. StorageError
+        (EREMCHG), with nothing written, when another store or none is at the path, or when one of
+        the folders was replaced or covered by a mount; ENOENT when it was removed. What was made
+        through this object and is not durable yet has to be made again.
+        """
+        try:
+            root = open_root(self._path)
+        except FileNotFoundError as error:
+            if self._root.is_removed:
+                raise storage_error(error, self._path, "open") from error
+            raise self._replaced("nothing is there") from error
+        fresh = type(self)(self._path, root, self._modes)
+        try:
+            fresh._succeed(self)
+        except BaseException:
+            fresh.close()
+            raise
+        return fresh
+
+    def _succeed(self, old: PosixBackend) -> None:
+        """Make sure that this is the store that ``old`` opened."""
+        assert old._record is not None
+        self._check_record(old._record)
+        self._record = old._record
+        with old._lock:
+            folders = [item for item in old._folders.items() if item[0] != ROOT]
+        for name, folder in folders:
+            try:
+                mine: Folder | None = self._folder(name)
+            except FileNotFoundError:
+                mine = None
+            if mine is None or not _corresponds(mine, self._root, folder, old._root):
+                raise self._replaced(f"{folder.path} is another directory or file system now")
+        if old._record_durable:
+            self.ensure_store_record(old._record.job)  # which is durable now, whatever was before
 
     def _replaced(self, why: str) -> StorageError:
         return StorageError(
@@ -165,17 +208,20 @@ class PosixBackend(PosixTree):
     def store_record(self) -> StoreRecord:
         """The store record; NotFound when the directory is not a store (yet)."""
         if self._record is None:
-            try:
-                with self.reader(ROOT, STORE_RECORD) as reader:
-                    data = reader.read(0, min(reader.size, _STORE_RECORD_LIMIT))
-            except NotFound as error:
-                raise NotFound(
-                    f"{self._path} is not a groupio store: it has no {STORE_RECORD}; check the "
-                    "path; the first save makes it one",
-                    path=self._path,
-                ) from error
-            self._record = format_records.decode_store(data, os.path.join(self._path, STORE_RECORD))
+            self._record = self._read_record()
         return self._record
+
+    def _read_record(self) -> StoreRecord:
+        try:
+            with self.reader(ROOT, STORE_RECORD) as reader:
+                data = reader.read(0, min(reader.size, _STORE_RECORD_LIMIT))
+        except NotFound as error:
+            raise NotFound(
+                f"{self._path} is not a groupio store: it has no {STORE_RECORD}; check the "
+                "path; the first save makes it one",
+                path=self._path,
+            ) from error
+        return format_records.decode_store(data, os.path.join(self._path, STORE_RECORD))
 
     def ensure_store_record(self, job: str) -> StoreRecord:
         """The store record, made for ``job`` if there is none; durable on return."""
@@ -345,9 +391,11 @@ class PosixBackend(PosixTree):
 
     @property
     def is_sound(self) -> bool:
-        """No flush of a directory has failed; after one, every later flush of it fails too.
+        """No flush of a directory and no call for a segment has failed.
 
-        Open the store anew then: a flush through new descriptors tells the truth again.
+        Open the store :meth:`anew` otherwise. Every later flush of a directory fails after one that
+        failed, and one through new descriptors tells the truth again. Descriptors of a file system
+        that was away may be of no use for ever.
         """
         return all(folder.is_sound for folder in self._folders.values())
 
@@ -368,3 +416,11 @@ class PosixBackend(PosixTree):
                         remove_quietly(self._folder(folder), name)
                         count += 1
         return count
+
+
+def _corresponds(mine: Folder, root: Folder, old: Folder, old_root: Folder) -> bool:
+    """Whether ``mine`` in ``root`` may be what ``old`` in ``old_root`` was, after a mount."""
+    if root.identity == old_root.identity:
+        return mine.identity == old.identity
+    # Numbers are others now; but what was on the store's own file system is so still.
+    return (mine.identity[0] == root.identity[0]) == (old.identity[0] == old_root.identity[0])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from groupio.backend.faults import storage_error
 from groupio.backend.folders import Folder, Modes
 from groupio.backend.records import remove_quietly, write_all
-from groupio.errors import GroupIOError, InvalidInput, StorageError
+from groupio.errors import GroupIOError, InvalidInput, StorageError, StorageFull
 from groupio.model import PAGE_BYTES
 
 DIRECT = "direct"
@@ -130,7 +130,10 @@ class PosixSegment:
         remove_quietly(self._folder, self.name)
 
     def _error(self, error: OSError, doing: str, needed: int) -> GroupIOError:
-        return storage_error(error, self.path, doing, needed=needed, near=self._folder.fd)
+        full = storage_error(error, self.path, doing, needed=needed, near=self._folder.fd)
+        if not isinstance(full, StorageFull):
+            self._folder.doubt()
+        return full
 
     @contextmanager
     def _open(self, *, closing: bool = False) -> Iterator[int]:
@@ -168,7 +171,10 @@ def _create(folder: Folder, name: str, modes: Modes, path: str) -> tuple[int, st
         if fd >= 0:
             os.close(fd)
             remove_quietly(folder, name)
-        raise storage_error(error, path, "create the segment", near=folder.fd) from error
+        full = storage_error(error, path, "create the segment", near=folder.fd)
+        if not isinstance(error, FileExistsError) and not isinstance(full, StorageFull):
+            folder.doubt()
+        raise full from error
     try:
         # Set after creation: an open that refuses O_DIRECT may leave the new file behind.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)

@@ -11,6 +11,7 @@ import errno
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from groupio.backend.base import CONTROLLERS, Backend
@@ -46,13 +47,20 @@ class StoreCoordinator(Coordinator):
 
     The store must have been opened with ``create=True`` by a ruler. ``poll_s``: how often
     ``watch`` looks. A store that does not answer blocks the call as long as its system calls do.
+    ``after`` gives the backend to go on with when a call failed with an error.
     """
 
     def __init__(
-        self, backend: Backend, *, poll_s: float = 1.0, on_lost: OnLost | None = None
+        self,
+        backend: Backend,
+        *,
+        poll_s: float = 1.0,
+        on_lost: OnLost | None = None,
+        after: Callable[[GroupIOError], Backend] | None = None,
     ) -> None:
         super().__init__(on_lost)
         self._backend = backend
+        self._after = after
         self._poll_s = poll_s
         self._closed = threading.Event()
 
@@ -105,7 +113,7 @@ class StoreCoordinator(Coordinator):
         After a StorageError the rule is given up too, but others only notice by the silence.
         """
         held = self._drop()
-        if held is not None:
+        if held is not None and max(self._terms(), default=0) <= held.term:
             # False: another has taken over already, and that is as good.
             self._create(Rule(held.term + 1, "", held.node, held.life))
 
@@ -129,7 +137,15 @@ class StoreCoordinator(Coordinator):
     # The records ----------------------------------------------------------------------------
 
     def _terms(self) -> list[int]:
-        terms = map(parse_controller_name, self._backend.list(CONTROLLERS))
+        # Every question begins here: a store that was away may need new descriptors.
+        try:
+            names = self._backend.list(CONTROLLERS)
+        except StorageError as error:
+            if self._after is None:
+                raise
+            self._backend = self._after(error)
+            names = self._backend.list(CONTROLLERS)
+        terms = map(parse_controller_name, names)
         return [term for term in terms if term is not None]
 
     def _newest(self, deadline: float, known: int = 0) -> _Newest:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from groupio.backend.base import Backend
 from groupio.controller.by_store import StoreCoordinator
 from groupio.controller.coordinator import Coordinator, OnLost
 from groupio.controller.discover import Kind, Where
-from groupio.errors import InvalidInput
+from groupio.errors import GroupIOError, InvalidInput
 
 
 def open_coordinator(
-    where: Where, store: Backend, scope: str, *, on_lost: OnLost | None = None
+    where: Where,
+    store: Backend,
+    scope: str,
+    *,
+    on_lost: OnLost | None = None,
+    after: Callable[[GroupIOError], Backend] | None = None,
 ) -> Coordinator:
     """The coordinator that counts a job's terms: in etcd if ``where`` says so, else in ``store``.
 
@@ -18,7 +25,7 @@ def open_coordinator(
     its restarts. ``scope`` is the store's id. InvalidInput when the client of etcd is not there.
     """
     if where.kind is not Kind.ETCD:
-        return StoreCoordinator(store, on_lost=on_lost)
+        return StoreCoordinator(store, on_lost=on_lost, after=after)
     try:
         from groupio.controller.by_etcd import EtcdCoordinator  # only here: httpx is an extra
     except ModuleNotFoundError as error:

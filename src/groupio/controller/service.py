@@ -125,7 +125,7 @@ class Service:
                     f"{duty.job!r}; leave it out, or give the store of that job"
                 )
             coordinator = open_coordinator(
-                duty.where, store.backend, store_id, on_lost=self._on_lost
+                duty.where, store.backend, store_id, on_lost=self._on_lost, after=store.after
             )
             port = gate.address.rpartition(":")[2]
             address = f"tcp://{reachable(duty.host)}:{port}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -30,6 +33,7 @@ from groupio.format.records import (
     AbortRecord,
     InflightRecord,
     RecordKind,
+    StoreRecord,
     decode_inflight,
     decode_record_kind,
     encode_abort,
@@ -42,8 +46,12 @@ from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
+from groupio.protocol.reasons import is_away
 
 log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 TEMPORARY_AGE_S = 24 * 3600.0
 """Unfinished records older than this belong to writers that are long dead."""
@@ -73,9 +81,31 @@ class Saved:
         }
 
 
+def _asking(
+    call: Callable[Concatenate[JobStore, _P], _T],
+) -> Callable[Concatenate[JobStore, _P], _T]:
+    """A call after whose failure the next one may need new descriptors."""
+
+    @wraps(call)
+    def asking(self: JobStore, /, *args: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return call(self, *args, **named)
+        except GroupIOError as error:
+            self.doubt(error)
+            raise
+
+    return asking
+
+
 @dataclass(slots=True)
 class JobStore:
-    """One job's store, open for writing."""
+    """One job's store, open for writing.
+
+    A store that was away may come back as another mount, for which the descriptors of the one
+    before are of no use. After an error that says so the next call opens the store anew by its
+    path, and goes on only if its record still names the same store. Whoever took the backend
+    before that fails with it.
+    """
 
     path: str
     job: str
@@ -98,6 +128,13 @@ class JobStore:
     """The write ids of attempts that may be visible although the store did not say so."""
     _prepared: dict[DecisionKey, Manifest] = field(default_factory=dict)
     _packed_tables: PackedTables = field(default_factory=dict)
+    _doubted: bool = False
+    """A call failed as it does when the store is away."""
+    _prepared_before: set[DecisionKey] = field(default_factory=set)
+    """Prepared through a backend before this one, which does not know their records."""
+    _opened_anew: bool = False
+    """The store may have come back without what it had not made durable."""
+    _renewing: threading.Lock = field(default_factory=threading.Lock)
 
     def for_controller(self) -> JobStore:
         """The same store anew, for a controller through which nobody saves."""
@@ -109,6 +146,28 @@ class JobStore:
         assert self._backend is not None
         return self._backend
 
+    def current(self) -> PosixBackend:
+        """The backend to begin something with, opened anew if the store has come back since.
+
+        Whatever is made through it becomes durable through it too, or is made again. Any thread;
+        StorageError while the store is away or another one is in its place.
+        """
+        self.renew()
+        self.check_identity()
+        return self.backend
+
+    def after(self, error: GroupIOError) -> PosixBackend:
+        """The backend to go on with after a call through an earlier one failed with ``error``."""
+        self.doubt(error)
+        self.renew()
+        return self.backend
+
+    def doubt(self, error: GroupIOError) -> None:
+        """Note that a call through the open backend failed with ``error``."""
+        if is_away(error):
+            self._doubted = True
+
+    @_asking
     def open(
         self, held: Sequence[DecisionKey], *, create: bool = True, resume: bool = False
     ) -> ev.StoreState:
@@ -118,7 +177,7 @@ class JobStore:
         """
         if self._backend is not None:
             try:
-                self._backend.check_identity()
+                self.current()
             except GroupIOError as error:
                 if held:
                     raise
@@ -126,58 +185,53 @@ class JobStore:
                 self.close()
         if create and not self._complete and not held:
             self.close()
-        self.renew()
-        if self._backend is None:
-            self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
-            self._complete = create
-        try:
-            record = (
-                self._backend.ensure_store_record(self.job)
-                if create
-                else self._backend.store_record()
-            )
-        except NotFound:
-            self.close()
-            raise
-        self.job, self.store_id = record.job, record.store_id
-        self._backend.remove_temporary(TEMPORARY_AGE_S)
+        backend, record = self._enter(create)
+        backend.remove_temporary(TEMPORARY_AGE_S)
         state = recover(
-            self._backend, self.writer, record.job, frozenset(held), fence=create, resume=resume
+            backend, self.writer, record.job, frozenset(held), fence=create, resume=resume
         )
-        info = self._backend.info()
+        info = backend.info()
         self.io_mode = info.io_mode
         self._learn(state)
         return replace(state, node_local=info.node_local, store_id=self.store_id)
 
+    @_asking
     def follow(self, *, create: bool) -> str:
         """Open the store to write segments for a controller elsewhere; its id (hex).
 
         Nothing is decided: that is the controller's. NotFound when there is no store and
         ``create`` is not set. After a save that failed, :meth:`renew`.
         """
+        self.renew()
+        backend, record = self._enter(create)
+        self.io_mode = backend.info().io_mode
+        self._learn(listed(backend, record.job))
+        return record.store_id
+
+    def _enter(self, create: bool) -> tuple[PosixBackend, StoreRecord]:
+        """Open the store if it is not; nothing stays open of one that was never seen."""
+        first = self._backend is None
         if self._backend is None:
             self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
-            self._complete = create
+            self._complete, self._doubted = create, False
+        backend = self._backend
         try:
-            record = (
-                self._backend.ensure_store_record(self.job)
-                if create
-                else self._backend.store_record()
-            )
-        except NotFound:
-            self.close()
+            record = backend.ensure_store_record(self.job) if create else backend.store_record()
+        except GroupIOError as error:
+            if first or isinstance(error, NotFound):
+                self.close()
             raise
         self.job, self.store_id = record.job, record.store_id
-        self.io_mode = self._backend.info().io_mode
-        self._learn(listed(self._backend, record.job))
-        return record.store_id
+        return backend, record
 
     def learn(self, key: DecisionKey) -> None:
         """Index the chunks of an epoch that a controller elsewhere committed."""
         try:
+            self.renew()
             with self._manifest(key) as manifest:
                 self.known.add_epoch(manifest)
         except GroupIOError as error:
+            self.doubt(error)
             log.warning("epoch %d is not used for deduplication: %s", key.epoch, error)
 
     def forget_chunks(self) -> None:
@@ -185,22 +239,43 @@ class JobStore:
         self.known = KnownChunks()
 
     def check_identity(self) -> None:
-        """Raise StorageError when another file system or directory is at the path now."""
-        self.backend.check_identity()
+        """Raise StorageError unless the very store that was opened is at the path.
+
+        Where it was mounted anew, it is opened anew.
+        """
+        backend = self.backend
+        try:
+            backend.check_identity()
+        except StorageError as error:
+            # The mount point of a store that is away may not have its directory.
+            if not is_away(error) and error.errno != errno.ENOENT:
+                raise
+            with self._renewing:
+                if self._backend is backend:
+                    self._open_anew(error.message)
 
     def renew(self) -> None:
-        """After a failed flush of a directory, go on with new descriptors.
+        """Go on with new descriptors after a failed flush of a directory, or an absence.
 
         Whoever still writes through the old ones fails, as it must; they are closed with their
         last user.
         """
-        if self._backend is None or self._backend.is_sound:
-            return
-        log.warning("opening %s anew after a failed flush", self.path)
-        self._backend.check_identity()
-        fresh = PosixBackend.open(self.path, create=self._complete, file_mode=self.file_mode)
-        fresh.ensure_store_record(self.job)
-        self._backend = fresh
+        with self._renewing:
+            backend = self._backend
+            if backend is None or (backend.is_sound and not self._doubted):
+                return
+            self._open_anew("after calls that failed")
+
+    def _open_anew(self, why: str) -> None:
+        self._doubted = False  # what fails from now on says something of the new descriptors
+        try:
+            self._backend = self.backend.anew()
+        except GroupIOError:
+            self._doubted = True
+            raise
+        log.warning("opened %s anew: %s", self.path, why)
+        self._prepared_before.update(self._prepared)
+        self._opened_anew = True
 
     def _learn(self, state: ev.StoreState) -> None:
         """Index the chunks of the newest epoch, to which the next ones may refer."""
@@ -230,8 +305,10 @@ class JobStore:
 
     # -- effects ---------------------------------------------------------------------------------
 
+    @_asking
     def create_lineage(self, lineage: Lineage) -> Lineage:
         """Create-if-absent the lineage record."""
+        self.renew()
         made = Lineage(lineage.number, lineage.parent, lineage.after_epoch, time.time())
         if not self.backend.put_if_absent("lineages", f"{made.number:08d}", encode_lineage(made)):
             raise IntegrityError(
@@ -241,13 +318,13 @@ class JobStore:
             )
         return made
 
+    @_asking
     def publish(self, effect: fx.PublishInflight) -> None:
         """Make the attempt visible; StorageError when one of this number is there already.
 
         The own record is none: the answer to an earlier try was lost on the way.
         """
-        self.renew()
-        self.check_identity()
+        self.current()
         tried = self._unheard.pop(effect.key, None)
         record = InflightRecord(
             key=effect.key,
@@ -280,6 +357,7 @@ class JobStore:
             return False
         return replace(found, at=record.at) == record
 
+    @_asking
     def prepare(self, effect: fx.PrepareEpoch, see: See) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return.
 
@@ -288,14 +366,16 @@ class JobStore:
         merged = dedup.merge(effect.reports)
         check_replicas(effect.key.epoch, effect.reports, merged, see)
         manifest = self._build(effect, merged)
+        backend = self.current()
         for segment in manifest.segments:
-            if not segment.own:
+            # A store that came back may be an older copy of itself.
+            if not segment.own or self._opened_anew:
                 self._check_segment(segment.name, segment.bytes)
         data = encode_manifest(manifest, self._packed_tables)
-        self.check_identity()
-        self.backend.sync_folder("segments")
-        self.backend.prepare(effect.key, data)
+        backend.sync_folder("segments")
+        backend.prepare(effect.key, data)
         self._prepared[effect.key] = manifest
+        self._prepared_before.discard(effect.key)
         return manifest.header.content_id
 
     def _build(self, effect: fx.PrepareEpoch, merged: dedup.Merged) -> Manifest:
@@ -336,19 +416,24 @@ class JobStore:
         """The members' content is that of the committed epoch."""
         return dedup.content_id(effect.reports, effect.world_size) == committed
 
+    @_asking
     def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
         """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
         key = effect.key
         self.renew()
         if effect.commit:
-            if self.backend.commit_prepared(key):
-                manifest = self._prepared.pop(key, None)
-                if manifest is not None:
-                    if self.indexes:
-                        self.known.add_epoch(manifest)
-                    self.saved.add(manifest)
-                return True, True
-            return self.standing(key)
+            manifest = self._prepared.get(key)
+            if self.backend.commit_prepared(key) and key not in self._prepared_before:
+                committed, ours = True, True
+            else:
+                committed, ours = self.standing(key)
+            self._prepared.pop(key, None)
+            self._prepared_before.discard(key)
+            if committed and ours and manifest is not None:
+                if self.indexes:
+                    self.known.add_epoch(manifest)
+                self.saved.add(manifest)
+            return committed, ours
         record = AbortRecord(
             key=key,
             incarnation=effect.incarnation,
@@ -376,8 +461,10 @@ class JobStore:
         """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
         self._unheard.pop(key, None)
         try:
+            self.renew()
             self.backend.delete("inflight", str(key))
         except GroupIOError as error:
+            self.doubt(error)
             log.warning("the in-flight record of %s stays until recovery: %s", key, error)
 
     def close(self) -> None:

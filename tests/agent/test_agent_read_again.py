@@ -1,0 +1,78 @@
+"""Reads for other nodes go on when the store was away and has come back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from pathlib import Path
+
+import pytest
+from agent_tools import Store
+from test_agent_uplink import Reading
+
+from dead_handles import DeadHandles
+from groupio.agent.workers import WorkerPool
+from groupio.backend.posix import PosixBackend
+from groupio.testing.fabric_suite import eventually
+from open_files import open_files
+
+
+def read_all(reading: Reading) -> set[str]:
+    """Read every chunk; why some did not come."""
+    reading.told.clear()
+    into = reading.read()
+    want = len(reading.table)
+    eventually(lambda: sum(len(rows) for _, rows, _ in reading.told) == want)
+    reasons = {why for _, _, why in reading.told if why}
+    if not reasons:
+        assert reading.rows() == list(range(want))
+        assert any(any(view[:100]) for view in into)
+    return reasons
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ENOTCONN, errno.ENODEV])
+def test_chunks_are_read_through_new_handles(
+    store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    reading = Reading(store, pool.uplink)
+    with monkeypatch.context() as patch:
+        dead = DeadHandles(patch, store.path, error)
+        assert read_all(reading) == set()
+        count = len(open_files(str(store.path)))
+        for _ in range(3):
+            dead.cut()
+            assert read_all(reading) == set()
+        assert dead.failed >= 3
+        gc.collect()
+        assert len(open_files(str(store.path))) <= count
+    reading.close()
+
+
+def test_another_store_is_not_read(
+    store: Store, pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(store, pool.uplink)
+    path = Path(store.path)
+    with monkeypatch.context() as patch:
+        dead = DeadHandles(patch, store.path, errno.ESTALE)
+        dead.cut()
+        path.rename(tmp_path / "kept")
+        with PosixBackend.open(path, create=True) as other:
+            other.ensure_store_record("job")
+        for _ in range(2):
+            assert read_all(reading) == {"storage"}
+        path.rename(tmp_path / "other")
+        (tmp_path / "kept").rename(path)
+        assert read_all(reading) == set()
+    reading.close()
+
+
+def test_other_errors_open_nothing(
+    store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(store, pool.uplink)
+    with monkeypatch.context() as patch:
+        DeadHandles(patch, store.path, errno.EIO).cut()
+        for _ in range(2):
+            assert read_all(reading) == {"storage"}
+    reading.close()
