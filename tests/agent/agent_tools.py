@@ -98,6 +98,13 @@ class Store:
         self.backend = PosixBackend.open(str(path), create=True)
         self.store_id = self.backend.ensure_store_record("job").store_id
 
+    def current(self) -> PosixBackend:
+        """As a job's store has it: the backend to begin something with."""
+        return self.backend
+
+    def doubt(self, error: GroupIOError) -> None:
+        """This store is never away."""
+
     def job(
         self,
         epoch: int,

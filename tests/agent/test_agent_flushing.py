@@ -37,9 +37,8 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = SimpleNamespace(
-        store=SimpleNamespace(backend=MagicMock(), store_id="5" * 32, known=KnownChunks())
-    )
+    store = MagicMock(store_id="5" * 32, known=KnownChunks())
+    job = SimpleNamespace(store=store, run=lambda step: step())
 
     def post(step: Callable[[], None]) -> None:
         step()
@@ -57,8 +56,9 @@ def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
     flushing.execute(fx.StartJob(group=1, key=KEY, store=True, planned=planned))
     base = flushing._jobs[1][0]
     parts = [weakref.ref(base)]
-    if planned:
-        parts.append(weakref.ref(base._base))  # type: ignore[union-attr, arg-type]
+    inner = base._base if planned else base._job  # type: ignore[union-attr]
+    parts.append(weakref.ref(inner))  # type: ignore[arg-type]
+    del inner
     del base
     flushing.execute(fx.FinishJob(1))
     answer = told.get(timeout=WAIT_S)

@@ -28,7 +28,7 @@ class EagerFlush:
         self,
         make: Callable[[int], FlushJob],
         *,
-        look: Callable[[], None],
+        look: Callable[[], object],
         run: Callable[[Callable[[], None]], None],
         failed: Callable[[GroupIOError], None],
     ) -> None:

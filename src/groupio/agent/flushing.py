@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -143,10 +144,11 @@ class Flushing:
             self._post(ev.JobStored(group, report))
 
         def failed(error: GroupIOError) -> None:
+            store.doubt(error)
             self._post(ev.JobFailed(group, error))
 
         if effect.planned:
-            self._jobs[group] = (self._planned(effect, job), job)
+            self._jobs[group] = (self._planned(effect, job, failed), job)
             return
 
         def make(first_seq: int) -> FlushJob:
@@ -165,13 +167,12 @@ class Flushing:
                 first_seq=first_seq,
             )
 
-        def look() -> None:
-            store.renew()
-            store.check_identity()
+        flush = EagerFlush(make, look=store.current, run=job.run, failed=failed)
+        self._jobs[group] = (flush, job)
 
-        self._jobs[group] = (EagerFlush(make, look=look, run=job.run, failed=failed), job)
-
-    def _planned(self, effect: fx.StartJob, job: Job) -> PlannedFlush:
+    def _planned(
+        self, effect: fx.StartJob, job: Job, failed: Callable[[GroupIOError], None]
+    ) -> PlannedFlush:
         """The flush job of a group that a plan divides among nodes."""
         driver, store, group = self._driver, job.store, effect.group
         network = driver.network
@@ -209,7 +210,7 @@ class Flushing:
                 lambda number, copies: self._post(ev.JobReplicated(group, number, copies)),
                 lambda number, report: self._post(ev.JobStored(group, report, number)),
                 short,
-                lambda error: self._post(ev.JobFailed(group, error)),
+                failed,
             ),
         )
         # The job and its base must not keep each other, with all that they know of their chunks:
@@ -227,7 +228,7 @@ class Flushing:
                 workers=driver.workers,
                 on_wave=lambda rank, wave: self._post(ev.WaveStored(group, rank, wave)),
                 on_done=lambda report: weak.hashed(report),
-                on_error=lambda error: self._post(ev.JobFailed(group, error)),
+                on_error=failed,
             )
         )
         return flush
