@@ -153,7 +153,7 @@ class Flushing:
 
         def make(first_seq: int) -> FlushJob:
             return FlushJob(
-                backend=store.backend,
+                backend=store.current,
                 store_id=store.store_id,
                 key=effect.key,
                 node=self._driver.node,
@@ -218,7 +218,7 @@ class Flushing:
         weak = weakref.proxy(flush)
         flush.begin(
             FlushJob(
-                backend=store.backend,
+                backend=store.current,
                 store_id=store.store_id,
                 key=effect.key,
                 node=driver.node,

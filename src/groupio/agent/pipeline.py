@@ -107,7 +107,7 @@ class FlushJob:
     def __init__(
         self,
         *,
-        backend: Backend,
+        backend: Backend | Callable[[], Backend],
         store_id: str,
         key: DecisionKey,
         node: str,

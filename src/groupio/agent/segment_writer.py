@@ -248,7 +248,8 @@ class SegmentWriter:
                 continue
             segment.file.abort()
             try:
-                self._backend().delete(SEGMENTS, segment.name)
+                # Those through which it was made may be of a mount that is gone.
+                self._take_backend().delete(SEGMENTS, segment.name)
             except GroupIOError as error:
                 first = first or error
         if first is not None:
