@@ -7,6 +7,9 @@ import time
 
 KEPT = 1024
 
+REFUSED_LOG_S = 10.0
+"""A refusal that repeats is logged once in so many seconds."""
+
 
 class Seldom:
     """Whether something about a subject is to be said again; from any thread."""

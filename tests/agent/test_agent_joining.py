@@ -218,9 +218,10 @@ def refused(error: GroupIOError) -> cm.NodeRefused:
 
 
 def test_a_refused_agent_tries_again_and_its_members_hear_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(unjoined, "REFUSED_S", 0.1)
+    caplog.set_level("ERROR", unjoined.__name__)
 
     async def play(it: World) -> None:
         first = await it.follow()
@@ -239,6 +240,8 @@ def test_a_refused_agent_tries_again_and_its_members_hear_why(
         assert ("tcp://127.0.0.1:5", 1) not in it.coordinator.asked, "it lives: nobody replaces it"
 
     agent(tmp_path, monkeypatch, play)
+    said = [line for line in caplog.messages if "refused by the controller" in line]
+    assert len(said) == 1, "it is tried several times a second"
 
 
 def test_what_an_earlier_controller_had_against_it_is_forgotten(

@@ -45,6 +45,7 @@ def test_options_belong_behind_the_command(groupio: Command) -> None:
     [
         (("--memory", "much"), "--memory 'much' cannot be read: give a size such as 64GiB"),
         (("--memory", "1MiB"), "memory_bytes=1048576 is not a size of at least 16 MiB"),
+        (("--memory", "900TiB"), "bytes, and this machine or its cgroup has"),
         (("--uplink", "12 parsecs"), "--uplink '12 parsecs' cannot be read"),
         (("--fabric", "0"), "fabric_bytes_per_s=0.0 is not bytes per second"),
         (("--idle", "soon"), "--idle 'soon' cannot be read: give seconds, or never"),

@@ -14,6 +14,7 @@ import msgspec
 import groupio
 from groupio.agent import process
 from groupio.agent.logs import set_up_log
+from groupio.agent.memory import check_budget
 from groupio.errors import GroupIOError
 from groupio.settings import Settings
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         paths = process.runtime_paths(
             options.runtime_dir or settings.runtime_dir, groupio.__version__
         )
+        check_budget(settings.memory_bytes)
         process.make_runtime_dir(paths)
         if not options.foreground:
             process.detach()

@@ -377,7 +377,7 @@ class Joining:
                 self._driver.do(lambda: self._feed(fo.LinkUp(term)))
             case cm.NodeRefused():
                 refused = from_wire(message.error)
-                log.error("refused by the controller at %s: %s", client.address, refused.message)
+                self.unjoined.log_refusal(client.address, refused)
                 self._hang_up()
                 self._driver.do(lambda: self._refuse(refused))
             case cm.ControllerEnds():

@@ -7,6 +7,7 @@ another agent of the same name could end.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,13 @@ from groupio.errors import (
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
+from groupio.seldom import REFUSED_LOG_S, Seldom
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
     from groupio.agent.job import Job
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """So often the saves that wait are looked at."""
@@ -50,6 +54,7 @@ class Unjoined:
         self._refused: GroupIOError | None = None
         self._refused_at = 0.0
         self._tries = 0
+        self._refusals = Seldom(REFUSED_LOG_S)
 
     def unusable(self, error: GroupIOError) -> None:
         """The store cannot be opened; saves are told at once of what waiting does not mend."""
@@ -64,6 +69,11 @@ class Unjoined:
     def note(self, why: str) -> None:
         """The controller cannot be found or reached, because of this."""
         self._why = why
+
+    def log_refusal(self, address: str, error: GroupIOError) -> None:
+        """Say so, but not each of several times a second."""
+        if self._refusals.is_due(error.message):
+            log.error("refused by the controller at %s: %s", address, error.message)
 
     def refused(self, error: GroupIOError) -> None:
         """A controller is there, and does not take this agent."""

@@ -18,6 +18,7 @@ from groupio.controller.transport import ControlServer, Peer
 from groupio.errors import ControllerLost, FormatError, GroupIOError, InvalidInput, to_wire
 from groupio.protocol import events as ev
 from groupio.protocol.wireform import WireForm
+from groupio.seldom import REFUSED_LOG_S, Seldom
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._in = WireForm(cm.FROM_NODE)
         self._waiting: dict[int, asyncio.TimerHandle] = {}
+        self._refused = Seldom(REFUSED_LOG_S)
         self._server = ControlServer(self._loop, address, keys, self._on_link, life=life)
 
     @property
@@ -90,7 +92,8 @@ class Gate:
                 )
             host = self._find(hello)
         except GroupIOError as error:
-            log.warning("refused an agent at %s: %s", peer.address, error.message)
+            if self._refused.is_due(error.message):
+                log.warning("refused an agent at %s: %s", peer.address, error.message)
             refused = cm.NodeRefused(to_wire(error))
             peer.send(WireForm(cm.FROM_CONTROLLER).encode(refused))
             peer.on_message = lambda payload: None  # one try is enough for a link

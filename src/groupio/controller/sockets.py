@@ -24,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from groupio.controller.keys import Keys
 from groupio.errors import InvalidInput
 from groupio.protocol.linkframe import FRAME_BYTES_MAX
-from groupio.seldom import Seldom
+from groupio.seldom import REFUSED_LOG_S, Seldom
 
 HIGH_WATER = 512
 """Most frames that a connection keeps in each direction; further ones are lost, and sent again."""
@@ -34,9 +34,6 @@ LINGER_MS = 250
 
 HANDSHAKE_MS = 10_000
 """A connection that did not prove its key by then is closed."""
-
-REFUSED_LOG_S = 10.0
-"""A refused address is logged once in so many seconds."""
 
 _TURN = 64
 _DOMAIN = b"groupio"

@@ -18,7 +18,7 @@ from groupio.fabric.base import Provider, Served
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.stream import BUFFER_BYTES, PIECE_BYTES, Stream, format_address, tune
 from groupio.model import CHUNK_BYTES
-from groupio.seldom import Seldom
+from groupio.seldom import REFUSED_LOG_S, Seldom
 
 HANDSHAKE_S = 10.0
 """A client that has not proved itself by then is refused, seconds."""
@@ -26,9 +26,6 @@ HANDSHAKE_S = 10.0
 HOLD_S = 60.0
 """A chunk's memory is held at most so long, seconds, for a client that takes nothing of it; then
 the connection ends. No agent waits longer for bytes that it pulls."""
-
-REFUSED_LOG_S = 10.0
-"""A refused host is logged once in so many seconds."""
 
 STRANGERS_MAX = 64
 """So many connections may be in their handshake at a time; further ones are closed."""
