@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -102,16 +103,26 @@ def test_the_foreground_agent_ends_with_an_interrupt(groupio: Command, tmp_path:
 
 
 @pytest.mark.usefixtures("no_agent_left")
-def test_watching_prints_one_object_a_line(groupio: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_json", [True, False])
+def test_watching_goes_on_in_a_pipe(groupio: Command, tmp_path: Path, as_json: bool) -> None:
     environment = {**os.environ, "GROUPIO_RUNTIME_DIR": str(tmp_path / "runtime")}
     command = [sys.executable, "-m", "groupio.cli", "status", "--watch", "--interval", "0.1"]
     watch = subprocess.Popen(
-        [*command, "--json"], env=environment, stdout=subprocess.PIPE, text=True
+        [*command, *["--json"] * as_json],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background may have interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert watch.stdout is not None
     try:
-        lines = [json.loads(watch.stdout.readline()) for _ in range(2)]
-        assert [line["running"] for line in lines] == [False, False]
+        lines = [watch.stdout.readline() for _ in range(3)]
+        if as_json:
+            assert [json.loads(line)["running"] for line in lines] == [False] * 3
+        else:
+            assert lines == [lines[0], "\n", lines[0]]
+            assert "no agent runs" in lines[0].lower()
         watch.send_signal(2)
         assert watch.wait(60) == 0
     finally:

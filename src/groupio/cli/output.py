@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -31,9 +32,15 @@ class CommandError(Exception):
     """Ends the command with exit code 2 and this one line on stderr."""
 
 
+PIPE_COLUMNS = 400
+"""Tables that no terminal shows are as wide as their longest lines, up to this."""
+
+
 def console() -> Console:
-    """Where tables and text for people go: stdout, as it is now."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    """Where tables and text for people go: stdout, as it is now; without wrapping in a pipe."""
+    is_terminal = sys.stdout.isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else PIPE_COLUMNS
+    return Console(file=sys.stdout, highlight=False, soft_wrap=not is_terminal, width=width)
 
 
 def error_console() -> Console:

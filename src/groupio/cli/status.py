@@ -76,6 +76,11 @@ def _watch_json(interval_s: float) -> None:
 
 
 def _watch(interval_s: float) -> None:
+    if not sys.stdout.isatty():
+        while True:
+            console().print(picture(asking.ask("status")), end="\n\n")
+            sys.stdout.flush()
+            time.sleep(interval_s)
     with Live(picture(asking.ask("status")), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
