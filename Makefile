@@ -89,7 +89,7 @@ check: $(VENV)/.dev-installed
 # started some thousand times, which would compile everything where PYTHONDONTWRITEBYTECODE is set.
 test: tools check
 	$(BIN)/python -m compileall -q src/groupio
-	$(BIN)/coverage erase
+	rm -f .coverage .coverage.*
 	printf '%s\n' $(PURE) | xargs -P 2 -I{} \
 	    $(BIN)/coverage run -p -m pytest -q --hypothesis-seed=0 tests/{}
 	$(BIN)/coverage combine -q

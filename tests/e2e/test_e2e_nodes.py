@@ -54,3 +54,16 @@ def test_every_chunk_is_stored_once_whatever_a_link_can_do(make_cluster: Any) ->
         released(ranks)
         assert committed(outcomes(ranks, epoch))
     restored(ranks[0], 8, 5)
+
+
+def test_states_without_bytes(make_cluster: Any) -> None:
+    cluster = make_cluster(2).up()
+    ranks = cluster.connect(1)
+    for epoch, state in ((1, {}), (2, {"a": {"seed": 1, "bytes": 0}}), (3, {"a": None})):
+        for one in ranks:
+            one.send("save", epoch=epoch, items=state)
+        for one in ranks:
+            assert one.answer()["error"] is None
+        assert committed(outcomes(ranks, epoch))
+        for one in ranks:
+            one.ask("load", expect=state, epoch=epoch)

@@ -300,6 +300,14 @@ def one(node: str, rank: int, names: Any, stored: bool = False) -> NodeReport:
     return report(node, {rank: (items, names)}, stored=stored)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_group_without_bytes_has_a_plan(replicas: int) -> None:
+    reports = [report(f"n{i}", {i: ([raw("nothing", 0)], [])}, stored=False) for i in range(3)]
+    plan = plan_group(reports, links(3), replicas=replicas, shares={})
+    assert plan.makespan_s == plan.moved_bytes == plan.replica_bytes == plan.short_bytes == 0
+    assert not any(len(order.write) or order.fetch for order in plan.orders.values())
+
+
 def test_idle_uplinks_write_what_one_node_has() -> None:
     reports = [one("n0", 0, [("x", i) for i in range(90)])]
     net = links(3)
