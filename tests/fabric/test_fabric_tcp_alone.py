@@ -395,9 +395,32 @@ def test_a_client_that_reads_slowly_keeps_its_connection(monkeypatch: pytest.Mon
         assert got == chunk
 
 
+def test_memory_comes_back_from_a_client_that_takes_a_little_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("groupio.fabric.serving.HOLD_S", 0.5)
+    monkeypatch.setattr("groupio.fabric.serving.HOLD_MAX_S", 1.0)
+    holdings = Holdings()
+    digest = holdings.put(bytes(CHUNK_BYTES))
+    with serving(holdings) as (_, address), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 10)
+        sock.connect(parse_address(address))
+        stream = Stream(sock, Pacer(), soon(60))
+        prove_client(stream, key_of(TOKEN), JOB)
+        request = frames.REQUEST.pack(frames.PULL, 1, 0, frames.WAIT_MS_MAX, 0)
+        stream.send(request + frames.WANT.pack(digest, 0, CHUNK_BYTES, 1))
+        eventually(lambda: holdings.pinned == 1)
+        began = time.monotonic()
+        while holdings.pinned:
+            sock.recv(2 << 10)
+            time.sleep(0.05)
+            assert time.monotonic() - began < 8
+        assert time.monotonic() - began > 0.7
+
+
 def test_chunk_that_finds_a_broken_connection_is_released() -> None:
     class Broken:
-        def within(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        def within(self, seconds: float, most_s: float) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()
 
         def send_paced(self, views: object) -> None:

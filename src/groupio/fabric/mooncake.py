@@ -52,7 +52,7 @@ from groupio.fabric.mooncake_engine import SLOT_BYTES, SLOTS, Engine, Slot
 from groupio.fabric.pacing import Bucket, Pacer
 from groupio.fabric.peers import Peer
 from groupio.fabric.pulling import Pull, ask, wait_ms
-from groupio.fabric.serving import HOLD_S, Outbox, Row, Server
+from groupio.fabric.serving import HOLD_MAX_S, HOLD_S, Outbox, Row, Server
 from groupio.fabric.stream import PIECE_BYTES, Stream
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import DIGEST_BYTES
@@ -301,7 +301,7 @@ class _WindowOutbox(Outbox):
             if size > SLOT_BYTES or (end != size if row.whole else end > size):
                 self.refuse(row.tag, frames.RANGE)
                 return
-            with self._stream.within(HOLD_S):
+            with self._stream.within(HOLD_S, HOLD_MAX_S):
                 slot = self._with_room(row.length)
             source = served.view.cast("B")[row.offset : end]
             _copy(source, slot.view[self._used : self._used + row.length])

@@ -27,6 +27,10 @@ HOLD_S = 60.0
 """A chunk's memory is held at most so long, seconds, for a client that takes nothing of it; then
 the connection ends. No agent waits longer for bytes that it pulls."""
 
+HOLD_MAX_S = 600.0
+"""And so long, seconds, for one that takes a little now and then: a group that is over needs its
+memory back. It is 7 kB/s for the longest chunk."""
+
 STRANGERS_MAX = 64
 """So many connections may be in their handshake at a time; further ones are closed."""
 
@@ -272,9 +276,9 @@ class Outbox:
         self._bytes += len(data)
 
     def flush(self) -> None:
-        """Send all answers and release what they were made of, within HOLD_S."""
+        """Send all answers and release what they were made of, within HOLD_S to HOLD_MAX_S."""
         if self._views:
-            with self._stream.within(HOLD_S):
+            with self._stream.within(HOLD_S, HOLD_MAX_S):
                 self._stream.send_paced(self._views)
         self.release()
 

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from urllib.parse import urlsplit
 
 from groupio.errors import InvalidInput
@@ -55,6 +56,8 @@ class Stream:
     def __init__(self, sock: socket.socket, pace: Pacer, deadline: float) -> None:
         self.deadline = deadline
         self.patience_s = 0.0
+        self._latest = inf
+        """The deadline never moves further than this."""
         self._sock = sock
         self._pace = pace
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -163,7 +166,9 @@ class Stream:
 
     def _progress(self) -> None:
         if self.patience_s:
-            self.deadline = max(self.deadline, time.monotonic() + self.patience_s)
+            self.deadline = max(
+                self.deadline, min(time.monotonic() + self.patience_s, self._latest)
+            )
 
     def _limit(self, option: int) -> None:
         left = self.deadline - time.monotonic()
@@ -179,7 +184,7 @@ class Stream:
 
     def take(self, bucket: Bucket, nbytes: int) -> None:
         """Wait until ``bucket`` lets so many bytes pass, or the stream ends."""
-        patient = self.patience_s > 0
+        patient, began = self.patience_s > 0, time.monotonic()
         while True:
             check = time.monotonic() + _SHUT_CHECK_S
             try:
@@ -188,6 +193,7 @@ class Stream:
             except TimeoutError:
                 if self._shut or (not patient and time.monotonic() >= self.deadline):
                     raise
+        self._latest += time.monotonic() - began
         self._progress()
 
     def is_quiet(self) -> bool:
@@ -208,16 +214,17 @@ class Stream:
         return self._shut
 
     @contextlib.contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
+    def within(self, seconds: float, most_s: float) -> Iterator[None]:
         """Bound the waits in the context by so many seconds, too; after an error for good.
 
-        The patience of a stream that has one is no longer than that meanwhile.
+        The patience of a stream that has one is no longer than that meanwhile, and moves the
+        deadline to ``most_s`` seconds from now and what the own pace takes, no further.
         """
-        deadline, patience_s = self.deadline, self.patience_s
-        self.deadline = min(deadline, time.monotonic() + seconds)
+        now, deadline, patience_s = time.monotonic(), self.deadline, self.patience_s
+        self.deadline, self._latest = min(deadline, now + seconds), now + most_s
         self.patience_s = min(patience_s, seconds)
         yield
-        self.deadline, self.patience_s = deadline, patience_s
+        self.deadline, self._latest, self.patience_s = deadline, inf, patience_s
         self._progress()
 
     def shut(self) -> None:
