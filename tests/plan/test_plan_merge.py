@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,3 +109,19 @@ def test_holders_are_the_different_sets(held: list[set[int]], scale: int) -> Non
     expected = [tuple(h * scale for h, mine in enumerate(held) if c in mine) for c in range(10)]
     assert [sets[i] for i in number] == expected
     assert list(sets) == list(dict.fromkeys(expected))
+
+
+def test_holders_of_chunks_that_one_node_has_take_little_memory() -> None:
+    nodes, each = 1024, 64
+    rows = [np.arange(node * each, (node + 1) * each) for node in range(nodes)]
+    rows[1] = np.concatenate((rows[1], rows[0][:1]))
+    tracemalloc.start()
+    try:
+        number, sets = find_holders(rows, nodes * each)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sets[0] == (0, 1)
+    assert sets[1:] == tuple((node,) for node in range(nodes))
+    assert number.tolist() == [0, *np.repeat(np.arange(1, nodes + 1), each)[1:]]
+    assert most < 80 * nodes * each

@@ -186,16 +186,14 @@ def find_holders(
     """
     if len(rows) == 1 and len(rows[0]) == n:
         return np.zeros(n, np.int32), ((0,),)
-    # Eight holders are one byte; sets are told apart eight bytes at a time, so that each step
-    # sorts one column of integers.
-    masks = np.zeros((max(-(-len(rows) // 64), 1), n), np.uint64)
-    last = np.full(n, -1, np.int64)
+    first, last = np.full((2, n), -1, np.int64)
     for holder, mine in enumerate(rows):
-        masks[holder // 64][mine] |= np.uint64(1 << holder % 64)
         last[mine] = holder
+    for holder in reversed(range(len(rows))):
+        first[rows[holder]] = holder
     # Most chunks have one holder; only for the others sets are compared.
-    several = np.flatnonzero(_several(masks))
-    codes, sets = _compare_sets(masks.take(several, axis=1))
+    several = np.flatnonzero(first != last)
+    codes, sets = _compare_sets(rows, several, n)
     code = last + 1
     code[several] = codes + len(rows) + 1
     known = [(), *((holder,) for holder in range(len(rows))), *sets]
@@ -207,26 +205,24 @@ def find_holders(
     return number.take(code), tuple(known[c] for c in by_row.tolist())
 
 
-def _several(masks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    """Which columns of the bit masks have more than one bit, bool[n]."""
-    there = np.zeros(masks.shape[1], np.bool_)
-    several = there.copy()
-    for column in masks:
-        several |= (column & (column - (column != 0))) != 0
-        if len(masks) > 1:
-            here = column != 0
-            several |= there & here
-            there |= here
-    return several
-
-
 def _compare_sets(
-    masks: npt.NDArray[np.uint64],
+    rows: Sequence[npt.NDArray[np.int64]], several: npt.NDArray[np.int64], n: int
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, ...]]]:
-    """The number of the set of holders that each column of the bit ``masks`` is, and the sets."""
-    count = masks.shape[1]
+    """The number of the set of holders of each chunk in ``several``, and the sets."""
+    count = len(several)
     if not count:
         return np.empty(0, np.int64), []
+    place = np.full(n, -1, np.int64)
+    place[several] = np.arange(count)
+    # Eight holders are one byte; sets are told apart eight bytes at a time, so that each step
+    # sorts one column of integers.
+    masks = np.zeros((-(-len(rows) // 64), count), np.uint64)
+    for holder, mine in enumerate(rows):
+        at = mine
+        if count < n:
+            at = place.take(mine)
+            at = at[at >= 0]
+        masks[holder // 64][at] |= np.uint64(1 << holder % 64)
     code = np.zeros(count, np.int64)
     example = np.zeros(1, np.int64)
     for column in masks:

@@ -139,7 +139,8 @@ class _Giving:
         n = len(merged.lengths)
         here = np.where(self.it.sources == self.it.writers, self.it.writers, -1)
         sizes = np.array([len(holders) for holders in merged.holder_sets], np.int64)
-        twice = sum(map(len, merged.rows)) > np.bincount(merged.holder_set, minlength=len(sizes)) @ sizes
+        held = np.bincount(merged.holder_set, minlength=len(sizes)) @ sizes
+        twice = sum(map(len, merged.rows)) > held
         for node, rows in zip(table, merged.rows, strict=True):
             if node < 0:
                 continue
