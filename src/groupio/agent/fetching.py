@@ -28,7 +28,8 @@ BATCH_BYTES = 16 << 20
 """So much is pulled at once from one peer, and written as one."""
 
 PEER_WAIT_S = 60.0
-"""A peer may send nothing for so long; one that sends may take any time."""
+"""A peer may send nothing for so long; one that sends is given up where it is too slow
+(:data:`groupio.fabric.pulling.SLOWEST_BYTES_PER_S`)."""
 
 STAY_S = 5.0
 """After a write that failed, what stays is pulled for so long: copies need no store."""

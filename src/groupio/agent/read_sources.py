@@ -25,7 +25,8 @@ from groupio.protocol.reasons import is_away
 log = logging.getLogger(__name__)
 
 PULL_S = 30.0
-"""A peer may send nothing for so long, while it gets chunks that it is to pass on."""
+"""A peer may send nothing for so long, while it gets chunks that it is to pass on; one that sends
+is given up where it is too slow (:data:`groupio.fabric.pulling.SLOWEST_BYTES_PER_S`)."""
 
 PULLS_MAX = 4
 """From one peer at a time: further chunks wait for one of them to end."""

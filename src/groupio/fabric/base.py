@@ -193,8 +193,8 @@ class Fabric(ABC):
         """Bring ``wants`` here from the peer at ``address``; their outcomes, in order.
 
         With ``patience_s`` the deadline is for a pull that stands still: whenever bytes come it
-        moves to at least so many seconds from then, however slow the link is. Waits for the own
-        pace count as progress.
+        moves to at least so many seconds from then, on links of 100 kB/s and more. Waits for the
+        own pace count as progress.
 
         ``on_done(index, outcome)`` is told of each want as it ends, in any order and from any
         thread; it must be quick and must not raise. On return, at the latest shortly after the

@@ -69,7 +69,7 @@ class Peers:
 
     def give(self, peer: Peer, stream: Stream, *, usable: bool) -> None:
         """End the use of a stream that was taken; it is kept if it is ``usable``."""
-        stream.patience_s = 0.0
+        stream.be_patient(0.0)
         with self._changed:
             self._used.discard(stream)
             idle = self._idle[peer]

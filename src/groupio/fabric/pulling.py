@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 from groupio.fabric import frames
 from groupio.fabric.base import LOST, Outcome, Want, failed
@@ -18,6 +19,10 @@ BATCH_BYTES_MAX = 64 << 20
 BATCHES_PER_STREAM = 4
 """Large pulls are cut so that each stream takes about this many batches."""
 
+SLOWEST_BYTES_PER_S = 100_000.0
+"""A peer that sends less than this in the mean of a patient pull is given up: whoever waits for the
+bytes has others to ask. The own pace does not count."""
+
 
 class Pull:
     """What is left of one pull; its streams share it."""
@@ -27,8 +32,13 @@ class Pull:
         wants: Sequence[Want],
         on_done: Callable[[int, Outcome], None] | None,
         streams: int,
+        patience_s: float = 0.0,
+        deadline: float = inf,
     ) -> None:
+        """``patience_s`` and ``deadline`` as in :meth:`Fabric.pull`."""
         self.wants = wants
+        self.patience_s = patience_s
+        self.latest = deadline + sum(want.length for want in wants) / SLOWEST_BYTES_PER_S
         self.reason = LOST
         self.batches = _cut(wants, streams)
         self._on_done = on_done

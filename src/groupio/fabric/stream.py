@@ -164,6 +164,10 @@ class Stream:
 
     # -- waits and the end ---------------------------------------------------------------------
 
+    def be_patient(self, seconds: float, latest: float = inf) -> None:
+        """Have bytes that come move the deadline so far off (0: not), but never past ``latest``."""
+        self.patience_s, self._latest = seconds, latest
+
     def _progress(self) -> None:
         if self.patience_s:
             self.deadline = max(
@@ -220,11 +224,11 @@ class Stream:
         The patience of a stream that has one is no longer than that meanwhile, and moves the
         deadline to ``most_s`` seconds from now and what the own pace takes, no further.
         """
-        now, deadline, patience_s = time.monotonic(), self.deadline, self.patience_s
-        self.deadline, self._latest = min(deadline, now + seconds), now + most_s
-        self.patience_s = min(patience_s, seconds)
+        now, before = time.monotonic(), (self.deadline, self.patience_s, self._latest)
+        self.deadline = min(self.deadline, now + seconds)
+        self.be_patient(min(self.patience_s, seconds), min(self._latest, now + most_s))
         yield
-        self.deadline, self._latest, self.patience_s = deadline, inf, patience_s
+        self.deadline, self.patience_s, self._latest = before
         self._progress()
 
     def shut(self) -> None:

@@ -130,12 +130,12 @@ class TcpFabric(Fabric):
         """See ``Fabric``. Also InvalidInput for an address that is not ``tcp://host:port``."""
         parse_address(address)
         check_wants(job, wants)
-        pull = Pull(wants, on_done, self._streams)
+        pull = Pull(wants, on_done, self._streams, patience_s, deadline)
         stop = stop or Stop()
         peer = (address, job)
         self._on_streams(
             len(pull.batches),
-            lambda extra: self._pull_on_one(pull, peer, deadline, patience_s, stop, extra=extra),
+            lambda extra: self._pull_on_one(pull, peer, deadline, stop, extra=extra),
         )
         return pull.finish_all()
 
@@ -196,7 +196,6 @@ class TcpFabric(Fabric):
         pull: Pull,
         peer: Peer,
         deadline: float,
-        patience_s: float,
         stop: Stop,
         *,
         extra: bool,
@@ -212,7 +211,7 @@ class TcpFabric(Fabric):
             return
         asked: list[tuple[int, int]] = []
         usable = False
-        stream.patience_s = patience_s
+        stream.be_patient(pull.patience_s, pull.latest)
         try:
             with stop.waking(stream.shut):
                 self._converse(stream, pull, peer, asked)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
+import pytest
 from blake3 import blake3
 
 from groupio.fabric.base import DEADLINE, Fabric, Outcome
@@ -30,6 +31,18 @@ class SlowTests:
         )
         assert {outcome.error for outcome in outcomes} == {""}
         assert time.monotonic() - start > 2 * PATIENCE_S, "the link was not slow"
+
+    def test_a_peer_that_is_too_slow_is_given_up(
+        self, opened: Callable[..., Fabric], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("groupio.fabric.pulling.SLOWEST_BYTES_PER_S", 1e3 * SLOW_BYTES_PER_S)
+        holdings = Holdings()
+        wants = [want(holdings.put(os.urandom(256 << 10)), 256 << 10) for _ in range(24)]
+        slow = opened(rate=SLOW_BYTES_PER_S)
+        outcomes = opened().pull(
+            slow.serve(holdings), JOB, wants, deadline=soon(PATIENCE_S), patience_s=PATIENCE_S
+        )
+        assert {outcome.error for outcome in outcomes} == {"", DEADLINE}
 
     def test_own_pace_is_not_the_peers_fault(self, opened: Callable[..., Fabric]) -> None:
         holdings = Holdings()
