@@ -346,6 +346,52 @@ def test_a_prepared_record_of_another_is_not_taken_for_ones_own(
     other.close()
 
 
+def test_nor_one_of_another_where_handles_became_new_while_the_own_was_written(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group's writer may find meanwhile that the store was away."""
+    publish(store, 3)
+    name = segment(store, 3)
+    prepare = PosixBackend.prepare
+
+    def slow(backend: PosixBackend, *args: Any) -> None:
+        prepare(backend, *args)
+        store.after(StorageError("away", path="x", errno=errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "prepare", slow)
+        store.prepare(order(3, name), see)
+    other = JobStore(store.path, "job", "n0", WRITER)
+    other.follow(create=False)
+    other.prepare(order(3, name), see)
+    assert decide(store, 3) == (True, False)
+    assert store.saved.epochs == 0
+    other.close()
+
+
+def test_an_attempt_is_ones_own_however_often_its_answers_are_lost(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = StorageError("away", path="x", errno=errno.ETIMEDOUT)
+    put = PosixBackend.put
+
+    def lost(backend: PosixBackend, *args: Any, **named: Any) -> None:
+        put(backend, *args, **named)
+        raise away
+
+    def fails(*_: Any) -> None:
+        raise away
+
+    for name, call in (("put", lost), ("read", fails), ("read", fails)):
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixBackend, name, call)
+            with pytest.raises(StorageError) as caught:
+                publish(store, 3)
+            assert caught.value is away
+    publish(store, 3)
+    assert store._unheard == {}
+
+
 # Who else has handles --------------------------------------------------------------------------
 
 
