@@ -272,11 +272,38 @@ def test_what_is_there_instead_is_never_written_to(
     assert committed(store.path) == {3}
 
 
+@pytest.mark.parametrize("place", ["another store", "an empty directory", "nothing"])
+def test_nor_is_a_new_store_made_there_when_nothing_is_under_way(
+    store: JobStore, tmp_path: Path, place: str
+) -> None:
+    """As below a mount point whose file system is gone: what was saved there would be hidden."""
+    path = Path(store.path)
+    path.rename(tmp_path / "kept")
+    if place == "another store":
+        stranger(store, path)
+    elif place == "an empty directory":
+        path.mkdir()
+    before = content(path) if path.exists() else {}
+    for _ in range(3):
+        with pytest.raises(StorageError) as caught:
+            store.open(())
+        assert caught.value.errno == errno.EREMCHG
+    assert (content(path) if path.exists() else {}) == before
+    if path.exists():
+        shutil.rmtree(path)
+    (tmp_path / "kept").rename(path)
+    assert store.open(()).store_id == store.store_id
+    publish(store, 3)
+
+
 def test_a_store_that_was_removed_is_not_waited_for(store: JobStore) -> None:
     shutil.rmtree(store.path)
     with pytest.raises(StorageError) as caught:
         publish(store, 3)
     assert caught.value.errno == errno.ENOENT
+    before = store.store_id
+    store.open(())
+    assert store.store_id != before
 
 
 def test_an_older_copy_of_the_store_lacks_what_was_written(store: JobStore, tmp_path: Path) -> None:

@@ -179,7 +179,8 @@ class JobStore:
             try:
                 self.current()
             except GroupIOError as error:
-                if held:
+                # A store that is away is not made anew in what may be a bare mount point.
+                if held or is_away(error):
                     raise
                 log.warning("opening %s anew: %s", self.path, error)
                 self.close()
