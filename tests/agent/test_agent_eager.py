@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from test_agent_pipeline import MIXED, FaultyBackend
 
 from groupio.agent.eager import EagerFlush
 from groupio.agent.pipeline import FlushJob
+from groupio.backend.segments import PosixSegment
 from groupio.errors import GroupIOError, StorageError
 
 AWAY = StorageError("the server is being restarted", path="/store", errno=errno.ETIMEDOUT)
@@ -192,10 +195,64 @@ def test_a_segment_that_cannot_be_deleted_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(server.backend, "delete", refused, raising=False)
+        patch.setattr(PosixSegment, "abort", lambda segment: None)
         server.flush.repeat()
         report = server.outcomes.result()
+        assert len(store.segments()) == 2
     store.check(report, members)
-    assert len(server.flush._spent) == 1
+    assert not server.flush.swept
+    server.flush.sweep()
+    assert server.flush.swept
+    assert store.segments() == [ref.name for ref in report.segments]
     server.flush.delete_segments()
-    assert server.flush._spent == []
     assert store.segments() == []
+
+
+def test_a_file_of_which_the_store_did_not_say_that_it_is_there_does_not_stay(
+    store: Store, members: list[Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(store, up_for=1 << 30)
+    create = server.backend.create_segment
+
+    def lost(name: str) -> None:
+        create(name)
+        raise AWAY
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.backend, "create_segment", lost, raising=False)
+        server.begin(*members)
+        assert server.failed() == [AWAY]
+    assert len(store.segments()) == 1
+    server.flush.repeat()
+    report = server.outcomes.result()
+    store.check(report, members)
+    assert store.segments() == [ref.name for ref in report.segments]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_error_keeps_no_view_of_the_memory(store: Store, cancelled: bool) -> None:
+    server = Server(store, up_for=0)
+    server.begin(saved([tensor("w", 1 << 20)], 1))
+    assert server.failed() == [AWAY]
+
+    def look() -> None:
+        raise StorageError("still away", path="/store", errno=errno.ESTALE)
+
+    server.flush._look = look
+    server.held = cancelled
+    gc.collect()
+    gc.disable()
+    try:
+        server.flush.repeat()
+        idle = threading.Event()
+        server.flush.cancel(idle.set)
+        while server.steps:
+            server.steps.pop()()
+        assert idle.wait(WAIT_S)
+        (told,) = server.outcomes.errors or [None]
+        assert (told is None) == cancelled
+        flush = weakref.ref(server.flush)
+        del server.flush
+        assert flush() is None
+    finally:
+        gc.enable()

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 from agent_tools import WAIT_S
 
+from groupio.agent.eager import EagerFlush
 from groupio.agent.flushing import Flushing
 from groupio.agent.known import KnownChunks
 from groupio.agent.metrics import Metrics
@@ -33,10 +34,8 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+def a_flushing(pool: WorkerPool, told: queue.SimpleQueue[Any]) -> Flushing:
+    """The jobs of an agent that has one job, whose store's thread is this one."""
     store = MagicMock(store_id="5" * 32, known=KnownChunks())
     job = SimpleNamespace(store=store, run=lambda step: step())
 
@@ -52,7 +51,14 @@ def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
         post=post,
         tell_machine=told.put,
     )
-    flushing = Flushing(driver)  # type: ignore[arg-type]
+    return Flushing(driver)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    flushing = a_flushing(pool, told)
     flushing.execute(fx.StartJob(group=1, key=KEY, store=True, planned=planned))
     base = flushing._jobs[1][0]
     parts = [weakref.ref(base)]
@@ -66,3 +72,19 @@ def test_a_job_is_gone_with_its_group(planned: bool, pool: WorkerPool) -> None:
     flushing.execute(fx.EndJob(1, delete_segments=False))
     pool.close(timeout_s=WAIT_S)  # its threads are done with the job's last step
     assert [part() for part in parts] == [None] * len(parts)
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_what_failed_jobs_left_goes_with_the_group(delete: bool, pool: WorkerPool) -> None:
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    flushing = a_flushing(pool, told)
+    flushing.execute(fx.StartJob(group=1, key=KEY, store=True, planned=False))
+    flushing.execute(fx.FinishJob(1))
+    assert isinstance(told.get(timeout=WAIT_S), ev.JobStored)
+    flush = flushing._jobs[1][0]
+    assert isinstance(flush, EagerFlush)
+    spent = MagicMock()
+    flush._spent.append(spent)
+    flushing.execute(fx.EndJob(1, delete_segments=delete))
+    spent.delete_segments.assert_called_once_with()
+    assert flush.swept

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
 from pathlib import Path
 
 import pytest
-from agent_tools import Store
+from agent_tools import WAIT_S, Store
 from test_agent_uplink import Reading
 
 from dead_handles import DeadHandles
+from groupio.agent.read_sources import _Opened
 from groupio.agent.workers import WorkerPool
 from groupio.backend.posix import PosixBackend
+from groupio.backend.records import PosixReader
 from groupio.testing.fabric_suite import eventually
 from open_files import open_files
 
@@ -75,4 +78,75 @@ def test_other_errors_open_nothing(
         DeadHandles(patch, store.path, errno.EIO).cut()
         for _ in range(2):
             assert read_all(reading) == {"storage"}
+    reading.close()
+
+
+def test_who_comes_to_what_another_thread_just_closed_reads_through_the_new(
+    store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(store, pool.uplink)
+    real, late = _Opened.use, [True]
+
+    def use(opened: _Opened, segment: int, more: int) -> bool:
+        if late.pop() if late else False:
+            reading.source._renew(opened)
+        return real(opened, segment, more)
+
+    monkeypatch.setattr(_Opened, "use", use)
+    assert read_all(reading) == set()
+    assert late == []
+    reading.close()
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(
+    store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(open_files(str(store.path)))
+    reading = Reading(store, pool.uplink)
+    real, begun, over = PosixBackend.anew, threading.Event(), threading.Event()
+
+    def anew(backend: PosixBackend) -> PosixBackend:
+        begun.set()
+        assert over.wait(WAIT_S)
+        return real(backend)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "anew", anew)
+        DeadHandles(patch, store.path, errno.ESTALE).cut()
+        reading.read()
+        assert begun.wait(WAIT_S)
+        closing = threading.Thread(target=reading.source.close)
+        closing.start()
+        closing.join(WAIT_S / 12)
+        waited = closing.is_alive()
+        over.set()
+        closing.join(WAIT_S)
+        assert not waited
+        reading.close()
+    gc.collect()
+    assert len(open_files(str(store.path))) <= before
+    assert reading.told == []
+
+
+def test_closing_does_not_wait_for_a_segment_that_is_being_opened(
+    store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading(store, pool.uplink)
+    real, begun, over = PosixBackend.reader, threading.Event(), threading.Event()
+
+    def reader(backend: PosixBackend, folder: str, name: str) -> PosixReader:
+        begun.set()
+        assert over.wait(WAIT_S)
+        return real(backend, folder, name)
+
+    monkeypatch.setattr(PosixBackend, "reader", reader)
+    reading.read()
+    assert begun.wait(WAIT_S)
+    closing = threading.Thread(target=reading.source.close)
+    closing.start()
+    closing.join(WAIT_S / 12)
+    waited = closing.is_alive()
+    over.set()
+    closing.join(WAIT_S)
+    assert not waited
     reading.close()

@@ -272,11 +272,38 @@ def test_what_is_there_instead_is_never_written_to(
     assert committed(store.path) == {3}
 
 
+@pytest.mark.parametrize("place", ["another store", "an empty directory", "nothing"])
+def test_nor_is_a_new_store_made_there_when_nothing_is_under_way(
+    store: JobStore, tmp_path: Path, place: str
+) -> None:
+    """As below a mount point whose file system is gone: what was saved there would be hidden."""
+    path = Path(store.path)
+    path.rename(tmp_path / "kept")
+    if place == "another store":
+        stranger(store, path)
+    elif place == "an empty directory":
+        path.mkdir()
+    before = content(path) if path.exists() else {}
+    for _ in range(3):
+        with pytest.raises(StorageError) as caught:
+            store.open(())
+        assert caught.value.errno == errno.EREMCHG
+    assert (content(path) if path.exists() else {}) == before
+    if path.exists():
+        shutil.rmtree(path)
+    (tmp_path / "kept").rename(path)
+    assert store.open(()).store_id == store.store_id
+    publish(store, 3)
+
+
 def test_a_store_that_was_removed_is_not_waited_for(store: JobStore) -> None:
     shutil.rmtree(store.path)
     with pytest.raises(StorageError) as caught:
         publish(store, 3)
     assert caught.value.errno == errno.ENOENT
+    before = store.store_id
+    store.open(())
+    assert store.store_id != before
 
 
 def test_an_older_copy_of_the_store_lacks_what_was_written(store: JobStore, tmp_path: Path) -> None:
@@ -344,6 +371,52 @@ def test_a_prepared_record_of_another_is_not_taken_for_ones_own(
         assert in_time(lambda: decide(store, 3)) == (True, False)
     assert store.saved.epochs == 0
     other.close()
+
+
+def test_nor_one_of_another_where_handles_became_new_while_the_own_was_written(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group's writer may find meanwhile that the store was away."""
+    publish(store, 3)
+    name = segment(store, 3)
+    prepare = PosixBackend.prepare
+
+    def slow(backend: PosixBackend, *args: Any) -> None:
+        prepare(backend, *args)
+        store.after(StorageError("away", path="x", errno=errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "prepare", slow)
+        store.prepare(order(3, name), see)
+    other = JobStore(store.path, "job", "n0", WRITER)
+    other.follow(create=False)
+    other.prepare(order(3, name), see)
+    assert decide(store, 3) == (True, False)
+    assert store.saved.epochs == 0
+    other.close()
+
+
+def test_an_attempt_is_ones_own_however_often_its_answers_are_lost(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = StorageError("away", path="x", errno=errno.ETIMEDOUT)
+    put = PosixBackend.put
+
+    def lost(backend: PosixBackend, *args: Any, **named: Any) -> None:
+        put(backend, *args, **named)
+        raise away
+
+    def fails(*_: Any) -> None:
+        raise away
+
+    for name, call in (("put", lost), ("read", fails), ("read", fails)):
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixBackend, name, call)
+            with pytest.raises(StorageError) as caught:
+                publish(store, 3)
+            assert caught.value is away
+    publish(store, 3)
+    assert store._unheard == {}
 
 
 # Who else has handles --------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 from itertools import count
 from typing import Any
 
 from interpreter import Interpreter, Line
-from model_flush import PlannedJob, as_array, away, digest_of, run_order
+from model_flush import PlannedJob, as_array, away, digest_of, replaced, run_order
 from wording import key_of, size_of
 
 from groupio.errors import StorageError
@@ -171,6 +170,9 @@ class NodesInterpreter(Interpreter):
     def do_away_store(self, line: Line) -> None:
         self.control(ev.StoreUnavailable(away()))
 
+    def do_replaced_store(self, line: Line) -> None:
+        self.control(ev.StoreUnavailable(replaced()))
+
     # -- commands: planned groups ---------------------------------------------------------
 
     def _job(self, line: Line) -> tuple[str, int, PlannedJob]:
@@ -225,8 +227,7 @@ class NodesInterpreter(Interpreter):
     def do_replaced(self, line: Line) -> None:
         """The path of the store leads to another one now."""
         node, group = self._at(line)
-        replaced = StorageError("It is another one.", path="/store", errno=errno.EREMCHG)
-        self.machine(node, ev.JobFailed(group, replaced))
+        self.machine(node, ev.JobFailed(group, replaced()))
 
     def do_published_away(self, line: Line) -> None:
         self.control(ev.InflightPublished(self._at(line)[1], away()))

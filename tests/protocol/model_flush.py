@@ -36,6 +36,11 @@ def away() -> StorageError:
     return StorageError("The store does not answer.", path="/store", errno=errno.ENOTCONN)
 
 
+def replaced() -> StorageError:
+    """The path of the store leads to something else now, such as a bare mount point."""
+    return StorageError("It is another one.", path="/store", errno=errno.EREMCHG)
+
+
 def bad_block() -> StorageError:
     """The disk cannot write there, now or later."""
     return StorageError("a bad block", path="/store")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from groupio.agent.pipeline import FlushCounts, FlushJob
+from groupio.agent.pipeline import FlushCounts, FlushJob, drop_frames
 from groupio.errors import GroupIOError
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,9 @@ class EagerFlush:
             )
         else:
             self._spent.append(self._job)
-            self._spent = [job for job in self._spent if not _deleted(job)]
+            self.sweep()
+        if error is not None:
+            drop_frames(error)  # this one is among them, with views of the members' memory
         with self._lock:
             self._repeating = False
             idle = self._on_idle
@@ -112,8 +114,17 @@ class EagerFlush:
 
     def delete_segments(self) -> None:
         """Remove all segments made so far; only when the job is idle or done. Blocks."""
-        self._spent = [job for job in self._spent if not _deleted(job)]
+        self.sweep()
         self._job.delete_segments()
+
+    @property
+    def swept(self) -> bool:
+        """Nothing of a job that failed is left in the store, as far as is known."""
+        return not self._spent
+
+    def sweep(self) -> None:
+        """Remove the segments of jobs that failed; in the store's thread. Blocks."""
+        self._spent = [job for job in self._spent if not _deleted(job)]
 
     def counts(self) -> FlushCounts:
         """What was done, of the newest job."""
@@ -125,6 +136,6 @@ def _deleted(job: FlushJob) -> bool:
     try:
         job.delete_segments()
     except GroupIOError as error:
-        log.warning("a segment of no use stays in the store: %s", error.message)
+        log.warning("a segment of no use stays in the store for now: %s", error.message)
         return False
     return True

@@ -302,3 +302,5 @@ class Flushing:
         if delete:
             job.run(flush.delete_segments)
             job.run(job.store.renew)
+        elif isinstance(flush, EagerFlush) and not flush.swept:
+            job.run(flush.sweep)

@@ -111,15 +111,21 @@ class _Opened:
         return True
 
     def reader(self, segment: int) -> RandomReader | None:
-        """The open segment; None when it is not there."""
+        """The open segment, which the caller uses; None when it is not there."""
         with self._lock:
-            if segment not in self._open:
-                name = self._segments[segment].name
-                try:
-                    self._open[segment] = self.backend.reader("segments", name)
-                except IntegrityError:
-                    return None
-            return self._open[segment]
+            there = self._open.get(segment)
+        if there is not None:
+            return there
+        # Without the lock: the store may take long, and the event loop must not wait for it.
+        try:
+            mine = self.backend.reader("segments", self._segments[segment].name)
+        except IntegrityError:
+            return None
+        with self._lock:
+            there = self._open.setdefault(segment, mine)
+        if there is not mine:
+            mine.close()
+        return there
 
     def path(self, segment: int) -> str:
         """Where the segment should be."""
@@ -152,6 +158,7 @@ class StoreSource:
         self._told = told
         self._uplink = uplink
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
         self._opened = _Opened(epoch.backend, epoch.segments)
         self._scratch = threading.local()
         self._closed = False
@@ -173,14 +180,8 @@ class StoreSource:
     def _read_now(self, job: Job) -> None:
         rows = [piece.row for piece in job.pieces]
         why, bad = "", set[int]()
-        opened = self._opened
         try:
-            try:
-                found = self._read_through(opened, job)
-            except StorageError as error:
-                if not is_away(error):
-                    raise
-                found = self._read_through(self._renew(opened), job)
+            found = self._read_job(job)
             if found is None:
                 return  # nobody waits for it any more
             bad = found
@@ -188,7 +189,7 @@ class StoreSource:
             log.warning("reading for other nodes failed: %s", error.message)
             why, bad = "storage", set(rows)
         except Exception:
-            log.exception("reading segment %s failed", opened.path(job.segment))
+            log.exception("reading segment %s failed", self._opened.path(job.segment))
             why, bad = "storage", set(rows)
         good = [row for row in rows if row not in bad]
         if good:
@@ -196,22 +197,46 @@ class StoreSource:
         if bad:
             self._told("", sorted(bad), why or "digest")
 
-    def _read_through(self, opened: _Opened, job: Job) -> set[int] | None:
+    def _read_job(self, job: Job) -> set[int] | None:
         """The rows whose bytes are not what they should be; None when it is too late."""
-        if not opened.use(job.segment, 1):
+        opened = self._use(job.segment)
+        if opened is None:
             return None
+        try:
+            return self._read_through(opened, job)
+        except StorageError as error:
+            if not is_away(error):
+                raise
+        self._renew(opened)
+        opened = self._use(job.segment)
+        return None if opened is None else self._read_through(opened, job)
+
+    def _use(self, segment: int) -> _Opened | None:
+        """What is open now, with one more reader of the segment; None when all is closed."""
+        while True:
+            opened = self._opened
+            if opened.use(segment, 1):
+                return opened
+            if self._opened is opened:
+                return None  # and not only renewed by another thread meanwhile
+
+    def _read_through(self, opened: _Opened, job: Job) -> set[int]:
         try:
             return {piece.row for piece in do_job(opened, job, self._memory(job))}
         finally:
             opened.use(job.segment, -1)
 
-    def _renew(self, failed: _Opened) -> _Opened:
-        """The store opened anew after ``failed``, by whichever thread comes first."""
-        with self._lock:
-            if self._opened is failed and not self._closed:
-                self._opened = _Opened(failed.backend.anew(), self._epoch.segments)
-                failed.close()
-            return self._opened
+    def _renew(self, failed: _Opened) -> None:
+        """Open the store anew after ``failed``, in whichever thread comes first."""
+        with self._renewing:
+            if self._opened is not failed or self._closed:
+                return
+            fresh = _Opened(failed.backend.anew(), self._epoch.segments)
+            # The event loop takes this lock: no call to the store is made under it.
+            with self._lock:
+                if not self._closed:
+                    self._opened, fresh = fresh, failed
+        fresh.close()
 
     def _memory(self, job: Job) -> bytearray:
         if not job.needs_scratch:

@@ -23,6 +23,7 @@ from groupio.format.records import segment_name
 from groupio.format.segment import SegmentHeader, encode_footer, encode_header
 from groupio.model import PAGE_BYTES, DecisionKey, ItemSpec, SegmentRef
 from groupio.plan.frames import Runs, frame_table
+from groupio.protocol.reasons import is_away
 
 SEGMENT_BYTES = 4 << 30
 """A segment that reaches this size is closed and another one started."""
@@ -70,6 +71,8 @@ class Segment:
     """The runs that need frames, in the order of their places."""
     framed_chunks: int = 0
     opening: threading.Lock = field(default_factory=threading.Lock)
+    unheard: bool = False
+    """The store went away while the file was made: it may be there."""
 
 
 class Place(NamedTuple):
@@ -136,8 +139,8 @@ class SegmentWriter:
 
     @property
     def names(self) -> list[str]:
-        """The files made so far."""
-        return [segment.name for segment in self._segments if segment.file is not None]
+        """The files made so far, and those that may have been."""
+        return [s.name for s in self._segments if s.file is not None or s.unheard]
 
     def append(self, digests: Sequence[bytes], new: NewChunks, tensors: Tensors) -> Place:
         """Give places to new chunks (at least one); their bytes follow with :meth:`put`."""
@@ -244,9 +247,10 @@ class SegmentWriter:
         """Remove every file made so far; raises the first error after trying all."""
         first: GroupIOError | None = None
         for segment in self._segments:
-            if segment.file is None:
+            if segment.file is None and not segment.unheard:
                 continue
-            segment.file.abort()
+            if segment.file is not None:
+                segment.file.abort()
             try:
                 # Those through which it was made may be of a mount that is gone.
                 self._take_backend().delete(SEGMENTS, segment.name)
@@ -271,7 +275,11 @@ class SegmentWriter:
     def _open(self, segment: Segment) -> SegmentFile:
         with segment.opening:
             if segment.file is None:
-                segment.file = self._backend().create_segment(segment.name)
+                try:
+                    segment.file = self._backend().create_segment(segment.name)
+                except GroupIOError as error:
+                    segment.unheard |= is_away(error)
+                    raise
             return segment.file
 
     def _backend(self) -> Backend:

@@ -397,7 +397,8 @@ class PosixBackend(PosixTree):
         failed, and one through new descriptors tells the truth again. Descriptors of a file system
         that was away may be of no use for ever.
         """
-        return all(folder.is_sound for folder in self._folders.values())
+        # A copy: another thread may be opening a folder.
+        return all(folder.is_sound for folder in list(self._folders.values()))
 
     def remove_temporary(self, older_than_s: float) -> int:
         """Remove unfinished records that killed writers left; how many there were.

@@ -179,7 +179,8 @@ class JobStore:
             try:
                 self.current()
             except GroupIOError as error:
-                if held:
+                # A store that is away is not made anew in what may be a bare mount point.
+                if held or is_away(error):
                     raise
                 log.warning("opening %s anew: %s", self.path, error)
                 self.close()
@@ -325,7 +326,7 @@ class JobStore:
         The own record is none: the answer to an earlier try was lost on the way.
         """
         self.current()
-        tried = self._unheard.pop(effect.key, None)
+        tried = self._unheard.get(effect.key)
         record = InflightRecord(
             key=effect.key,
             incarnation=effect.incarnation,
@@ -342,11 +343,11 @@ class JobStore:
         try:
             self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)
         except GroupIOError as error:
-            taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
-            if taken and self._is_there(record):
-                return
             self._unheard[effect.key] = record.write_id
-            raise
+            taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
+            if not (taken and self._is_there(record)):
+                raise
+        self._unheard.pop(effect.key, None)
 
     def _is_there(self, record: InflightRecord) -> bool:
         name = str(record.key)
@@ -374,8 +375,13 @@ class JobStore:
         data = encode_manifest(manifest, self._packed_tables)
         backend.sync_folder("segments")
         backend.prepare(effect.key, data)
-        self._prepared[effect.key] = manifest
-        self._prepared_before.discard(effect.key)
+        with self._renewing:
+            self._prepared[effect.key] = manifest
+            if self._backend is backend:
+                self._prepared_before.discard(effect.key)
+            else:
+                # Another thread opened the store anew meanwhile.
+                self._prepared_before.add(effect.key)
         return manifest.header.content_id
 
     def _build(self, effect: fx.PrepareEpoch, merged: dedup.Merged) -> Manifest:

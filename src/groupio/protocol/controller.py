@@ -146,13 +146,19 @@ class Controller(AgentsOfJob):
         if (self.waiting or stuck) and not self._creating:
             return self.open_store(create=True)
         if reasons.is_away(error):
-            # Saves wait until their deadlines; what is sealed is not given up for time alone.
-            return self._look_later() if self.waiting or self.resume.held or stuck else []
-        self.missed.refused(self.waiting.opens, error)
+            # Saves wait until their deadlines, but not for what is in the store's place to go;
+            # what is sealed is not given up for time alone.
+            effects = [] if reasons.may_return(error) else self._refuse_waiting(error)
+            wanted = self.waiting or self.resume.held or stuck
+            return effects + (self._look_later() if wanted else [])
         # Of held groups nobody is told anything before the store is open, whatever its error.
         effects = self._look_later() if self.resume.held else []
-        effects += self.waiting.refuse(lambda _: error)
+        effects += self._refuse_waiting(error)
         return effects + self._give_up(stuck, lambda _: error)
+
+    def _refuse_waiting(self, error: GroupIOError) -> list[fx.Effect]:
+        self.missed.refused(self.waiting.opens, error)
+        return self.waiting.refuse(lambda _: error)
 
     def _look_later(self) -> list[fx.Effect]:
         """Open the store again after a while, and not before."""
