@@ -17,6 +17,10 @@ pytestmark = pytest.mark.root  # attaching strace needs it on hardened kernels
 SAMPLE = {"first": 30, "resume": 16, "rewind": 10}
 """Points of each case in the default run; the proof takes all."""
 
+TRIES = 3
+"""Where threads take turns in another order than in the run that was learnt, names of temporary
+files are others, and the process may not come to the call: so often it is run."""
+
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[ForkServer]]:
@@ -40,7 +44,10 @@ def spread(calls: Sequence[Call], count: int) -> list[Call]:
 
 
 def kill(case: Case, call: Call) -> None:
-    told, code = case.run(kill_at(call))
+    for _ in range(TRIES):
+        told, code = case.run(kill_at(call))
+        if code != 0:
+            break
     try:
         assert code == -signal.SIGKILL, f"was not killed: {code}"
         case.judge(told)

@@ -275,8 +275,9 @@ class SegmentWriter:
     def _open(self, segment: Segment) -> SegmentFile:
         with segment.opening:
             if segment.file is None:
+                backend = self._backend()
                 try:
-                    segment.file = self._backend().create_segment(segment.name)
+                    segment.file = backend.create_segment(segment.name)
                 except GroupIOError as error:
                     segment.unheard |= is_away(error)
                     raise
