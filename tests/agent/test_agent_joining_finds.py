@@ -88,7 +88,7 @@ def test_a_save_that_comes_while_the_store_is_looked_for_makes_it(
 
 
 def test_members_hear_in_time_that_the_store_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[bool] = []
 
@@ -116,6 +116,8 @@ def test_members_hear_in_time_that_the_store_cannot_be_opened(
         assert len(tries) <= tried + 2, "and left alone afterwards"
 
     agent(tmp_path, monkeypatch, play)
+    said = [line for line in caplog.messages if "cannot be used: the mount is gone" in line]
+    assert len(said) == 1, "an outage may last for hours"
 
 
 @pytest.mark.parametrize("error_class", [StorageError, IntegrityError])

@@ -121,7 +121,6 @@ class Joining:
     def _prepared(self, made: Election | None, error: GroupIOError | None) -> None:
         self._preparing = False
         if error is not None:
-            log.warning("the store %s cannot be used: %s", self._job.path, error.message)
             self.unjoined.unusable(error)
             if self._job.opens:
                 self._later("prepare", RETRY_S, lambda: self.begin(create=bool(self._job.opens)))

@@ -54,11 +54,13 @@ class Unjoined:
         self._refused: GroupIOError | None = None
         self._refused_at = 0.0
         self._tries = 0
-        self._refusals = Seldom(REFUSED_LOG_S)
+        self._said = Seldom(REFUSED_LOG_S)
 
     def unusable(self, error: GroupIOError) -> None:
         """The store cannot be opened; saves are told at once of what waiting does not mend."""
         self._why = error.message
+        if self._said.is_due(error.message):
+            log.warning("the store %s cannot be used: %s", self._job.path, error.message)
         lasting = isinstance(error, StorageError | IntegrityError | FormatError)
         waiting = [] if not lasting or reasons.is_away(error) else self.waiting()
         self._tries = self._tries + 1 if waiting else 0
@@ -72,7 +74,7 @@ class Unjoined:
 
     def log_refusal(self, address: str, error: GroupIOError) -> None:
         """Say so, but not each of several times a second."""
-        if self._refusals.is_due(error.message):
+        if self._said.is_due(error.message):
             log.error("refused by the controller at %s: %s", address, error.message)
 
     def refused(self, error: GroupIOError) -> None:
