@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from test_controller_lines import opened
 from transport_tools import KEYS, until
 
 from groupio.agent.identity import Writer
@@ -27,6 +28,7 @@ from groupio.controller.store import JobStore
 from groupio.controller.transport import ControlClient
 from groupio.errors import ControllerLost, GroupIOError, InvalidInput, from_wire
 from groupio.model import ChunkTable, NodeLink, NodeReport
+from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.wireform import WireForm
 
@@ -231,10 +233,18 @@ def test_another_life_of_a_node_that_is_alive_is_told_so(tmp_path: Path) -> None
         second.say(it.hello(life="2" * 32))
         assert isinstance(await second.answer(), cm.NodeWelcome)
         second.say(it.join(life="2" * 32))
+        # A save of its rank is under way already: nobody may take it for one on the other node n1.
+        save = opened("c9", "n1")
+        second.say(save)
         error = await second.refusal()
         assert "Two agents call themselves node n1" in error.message
-        first.say(cm.StatusAsked(1))
-        assert isinstance(await first.answer(), cm.StatusAnswer), "the first one goes on"
+        second.say(cm.StatusAsked(2))
+        assert isinstance(await second.answer(), cm.StatusAnswer)
+        assert it.host.controller.groups == {}
+        assert not it.host.controller.waiting
+        first.say(save)
+        order = await first.answer()
+        assert isinstance(order, fx.AdmitGroup), "the first one goes on"
 
     world(tmp_path, play)
 

@@ -123,7 +123,7 @@ class Gate:
                 )
                 host.joined(line, replace(message, opens=opens, held=held))
             case ev.MemberOpened():
-                host.tell(replace(message, at=now))
+                host.hear(line, replace(message, at=now))
             case cm.ClientSettles():
                 host.settle(line, message)
             case cm.StatusAsked(request_id=request_id):
@@ -134,7 +134,7 @@ class Gate:
             case _ if isinstance(message, cm.FROM_READER):
                 host.read(message)
             case _:
-                host.tell(message)
+                host.hear(line, message)
 
 
 def no_such_job(hello: cm.NodeHello, here: Iterable[Host] = ()) -> ControllerLost:

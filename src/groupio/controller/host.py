@@ -109,6 +109,10 @@ class Host:
         if isinstance(event, ev.StoreOpened):
             self.around.do(lambda: self.around.store_opened(self))
 
+    def hear(self, line: Line, event: ev.ControllerEvent) -> None:
+        """Feed an event that an agent sent, unless the agent was refused before."""
+        self.around.do(lambda: None if line.refused else self._handle(event))
+
     def _handle(self, event: ev.ControllerEvent) -> None:
         if self._over:
             return
@@ -215,6 +219,7 @@ class Host:
         if isinstance(effect, fx.RefuseNode):
             refused = self.lines.by_life.get(effect.life)
             if refused is not None:
+                refused.refused = True
                 refused.send(cm.NodeRefused(to_wire(effect.error)))
             return
         if not self.term or self.lines.target(effect) == self.lines.own:

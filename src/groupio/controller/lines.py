@@ -27,6 +27,8 @@ class Line:
     lines: Lines
     peer: Peer
     hello: cm.NodeHello
+    refused: bool = False
+    """The agent does not take part, and may not have heard so yet."""
     _out: WireForm = field(default_factory=lambda: WireForm(cm.FROM_CONTROLLER))
 
     @property
