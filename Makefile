@@ -1,5 +1,5 @@
 # make demo     the whole story on this machine: train, kill a rank, resume bit for bit
-# make test     every check and every test but the slow ones (about ten minutes on two cores)
+# make test     every check and every test but the slow ones (about eleven minutes on two cores)
 # make examples each of the examples trains, is resumed, and ends where it would have ended
 # make check    only the static checks
 # make sim      10,000 seeds of the simulator (about seven minutes; SEEDS, SEED and JSON may be set)
