@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fuse_mount import FuseMount
+
 MUST_RUN = os.geteuid() == 0 and Path("/etc/debian_version").exists()
 """On Debian as root everything can be had, accelerators and optional peers excepted."""
 
@@ -33,3 +35,13 @@ def pytest_runtest_makereport(
             report.outcome = "failed"
             report.longrepr = f"skipped where nothing may be: {reason}"
     return report
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[FuseMount]:
+    """A directory behind a FUSE process that can be killed and started again."""
+    made = FuseMount(tmp_path / "served", tmp_path / "mount")
+    try:
+        yield made.up()
+    finally:
+        made.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from agent_tools import Store
@@ -22,15 +21,6 @@ from groupio.agent.workers import WorkerPool
 from groupio.controller.store import JobStore
 from groupio.plan.orders import NodeOrder
 from open_files import open_files
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[FuseMount]:
-    made = FuseMount(tmp_path / "served", tmp_path / "mount")
-    try:
-        yield made.up()
-    finally:
-        made.close()
 
 
 def cut_short(

@@ -98,6 +98,17 @@ def test_who_comes_to_what_another_thread_just_closed_reads_through_the_new(
     reading.close()
 
 
+def closes_at_once(reading: Reading, over: threading.Event) -> bool:
+    """Whether the source closes while a call to the store hangs; ``over`` then ends that call."""
+    closing = threading.Thread(target=reading.source.close)
+    closing.start()
+    closing.join(WAIT_S / 12)
+    waited = closing.is_alive()
+    over.set()
+    closing.join(WAIT_S)
+    return not waited
+
+
 def test_closing_does_not_wait_for_a_store_that_hangs(
     store: Store, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,13 +126,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs(
         DeadHandles(patch, store.path, errno.ESTALE).cut()
         reading.read()
         assert begun.wait(WAIT_S)
-        closing = threading.Thread(target=reading.source.close)
-        closing.start()
-        closing.join(WAIT_S / 12)
-        waited = closing.is_alive()
-        over.set()
-        closing.join(WAIT_S)
-        assert not waited
+        assert closes_at_once(reading, over)
         reading.close()
     gc.collect()
     assert len(open_files(str(store.path))) <= before
@@ -142,11 +147,5 @@ def test_closing_does_not_wait_for_a_segment_that_is_being_opened(
     monkeypatch.setattr(PosixBackend, "reader", reader)
     reading.read()
     assert begun.wait(WAIT_S)
-    closing = threading.Thread(target=reading.source.close)
-    closing.start()
-    closing.join(WAIT_S / 12)
-    waited = closing.is_alive()
-    over.set()
-    closing.join(WAIT_S)
-    assert not waited
+    assert closes_at_once(reading, over)
     reading.close()

@@ -34,15 +34,6 @@ pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[FuseMount]:
-    made = FuseMount(tmp_path / "served", tmp_path / "mount")
-    try:
-        yield made.up()
-    finally:
-        made.close()
-
-
-@pytest.fixture
 def store(mount: FuseMount) -> Iterator[JobStore]:
     made = JobStore(str(mount.where / "store"), "job", "n0", WRITER)
     made.open(())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch_spawned import run_ranks
 
 import groupio
 import groupio.torch as gt
@@ -52,25 +49,7 @@ def until(test: Callable[[dict[str, int]], bool]) -> None:
 
 
 def test_the_first_save_finds_mapped_memory(tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    common = {**os.environ, **place, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    logs = [tmp_path / f"{rank}.log" for rank in range(RANKS)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environ = {**common, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        with log.open("w") as out:
-            command = [sys.executable, str(WORKER), str(tmp_path)]
-            processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
-    try:
-        codes = [one.wait(100) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait(10)
-    assert codes == [0] * RANKS, "\n".join(log.read_text()[-3000:] for log in logs)
-    for rank in range(RANKS):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in run_ranks(WORKER, tmp_path, RANKS, [0] * RANKS):
         assert found["right"]
         # The lease of the save is the range that was mapped before, and no page was touched first.
         assert found["leases"] == 1
