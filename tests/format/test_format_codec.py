@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
 from collections import (
     Counter,
@@ -11,6 +13,7 @@ from collections import (
     deque,
     namedtuple,
 )
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,6 +274,65 @@ def test_containers_of_unknown_classes_are_listed_where_that_is_asked_for() -> N
     back = decode_plain(data, read)
     assert read == made
     assert same(back, {"a": [1, [2]], "d": {"x": 1}, "many": [[]] * 300})
+    assert same(decode_plain(data), back)
+
+
+class Tally(Counter):
+    pass
+
+
+class Window(deque):
+    pass
+
+
+class Space(SimpleNamespace):
+    pass
+
+
+class Wrapped(Mapping):
+    def __getitem__(self, key: Any) -> Any:
+        return {"x": 1}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("x")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_class_of_the_users_own_comes_back_as_its_base() -> None:
+    value = [Tally(a=2), Window([1], 3), Space(a=1), Wrapped(), Rows([1])]
+    made: list[Converted] = []
+    back = decode_plain(encode_plain(value, converted=made))
+    assert same(back, [Counter(a=2), deque([1], 3), SimpleNamespace(a=1), {"x": 1}, [1]])
+    assert [one[2] for one in made] == ["Counter", "deque", "SimpleNamespace", "dict", "list"]
+
+
+def test_a_named_tuple_that_came_back_can_be_copied_and_pickled() -> None:
+    back = decode_plain(encode_plain(Pair(1, [2])))
+    for again in (copy.deepcopy(back), pickle.loads(pickle.dumps(back))):  # noqa: S301
+        assert same(again, back)
+        assert again == Pair(1, [2])
+        assert again.right == [2]
+
+
+Hidden = namedtuple("Hidden", "a b")
+Hidden.__name__ = "no name"
+
+
+def test_a_named_tuple_that_cannot_be_made_again_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="Hidden, which cannot be stored"):
+        encode_plain(Hidden(1, 2))
+
+
+def test_what_is_wrong_inside_of_columns_is_told_with_its_path() -> None:
+    with pytest.raises(InvalidInput, match=r"^v\[7\]\[300\] is of type object"):
+        encode_plain([0] * 7 + [deque([*range(300), object()])] + [0] * 300, name="v")
+    deep: Any = [1]
+    for _ in range(PLAIN_DEPTH_MAX):
+        deep = [deep]
+    with pytest.raises(InvalidInput, match="deeper"):
+        encode_plain([deep] * 300)
 
 
 class Odd(np.float64):
@@ -428,6 +490,7 @@ BROKEN: list[tuple[str, Any]] = [
         (b"\x02M\x01l1\x00NN\x00", "cannot be one"),
         (b"\x02M\x021\x01\x011\x01\x01", "twice"),
         (b"\x02L\x01g" + b"s\x03str" + b"\x00", "dtype|column of"),
+        (b"\x02L\x01g" + b"s\x03<U1" + b"\x04abcd", "a column of"),
         (b"\x02L\x01g" + NAME + b"\x02ab", "do not fill"),
         (b"\x02L\x01" + b"l1\x01" * 101 + b"N\x00", "nested deeper"),
     ],

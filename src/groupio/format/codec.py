@@ -674,12 +674,12 @@ class _Reader:
         content = self.node(depth + 1)
         self.keys_open -= hashed
         if kind == _UNKNOWN:
-            match content:
-                case (str(was), str(where), value):
-                    if self.converted is not None:
-                        self.converted.append(Converted((where, was, type(value).__name__)))
-                    return value
-            raise self.error("a container of an unknown class has another form")
+            if type(content) is not tuple or list(map(type, content[:2])) != [str, str]:
+                raise self.error("a container of an unknown class has another form")
+            was, where, value = content[0], content[1], content[-1]
+            if self.converted is not None:
+                self.converted.append(Converted((where, was, type(value).__name__)))
+            return value
         try:
             return make_container(kind, content)
         except InvalidInput as error:

@@ -69,7 +69,7 @@ def as_base(value: Any, base: type) -> Any:
     if base is deque:
         return deque(value, value.maxlen)
     if issubclass(base, Mapping):
-        return base(value.items())  # type: ignore[call-arg]
+        return base(dict(value.items()))  # type: ignore[call-arg]
     if base is SimpleNamespace:
         return SimpleNamespace(**vars(value))
     return base(value)  # type: ignore[call-arg]

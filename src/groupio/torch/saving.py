@@ -12,8 +12,9 @@ import torch.distributed as dist
 from groupio.client.handle import SaveHandle
 from groupio.client.values import Part
 from groupio.errors import InvalidInput
-from groupio.format.structure import STRUCTURE, part_name
+from groupio.format.structure import STRUCTURE, part_name, path_text
 from groupio.torch.clients import client_for
+from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
@@ -70,8 +71,9 @@ def save(
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    return client_for(store, members)._save(
-        _Items(state_dict, sharing),
+    items = _Items(state_dict, sharing)
+    handle = client_for(store, members)._save(
+        items,
         epoch=step,
         deadline_s=deadline_s,
         replicated=replicated,
@@ -79,6 +81,8 @@ def save(
         metadata=metadata,
         door="dcp" if dcp_door else "",
     )
+    handle._add_notes(items.notes)
+    return handle
 
 
 class _Items(Mapping[str, Any]):
@@ -91,10 +95,11 @@ class _Items(Mapping[str, Any]):
         self._state_dict = state_dict
         self._sharing = sharing
         self._made: dict[str, Any] | None = None
+        self.notes: list[str] = []
 
     def _items(self) -> dict[str, Any]:
         if self._made is None:
-            self._made = items_of(self._state_dict, self._sharing)
+            self._made = items_of(self._state_dict, self._sharing, self.notes)
         return self._made
 
     def __getitem__(self, name: str) -> Any:
@@ -113,12 +118,17 @@ class _Items(Mapping[str, Any]):
         return self._items().values()
 
 
-def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> dict[str, Any]:
+def items_of(
+    state_dict: Mapping[Any, Any],
+    sharing: Sharing | None = None,
+    notes: list[str] | None = None,
+) -> dict[str, Any]:
     """The items that stand for ``state_dict`` on this rank, the structure record last.
 
     Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
-    other ranks hand over.
+    other ranks hand over. ``notes`` gets the containers that will come back as others.
     """
+    converted = ConvertedNotes()
     # Who divides tensors has to see them as parts.
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()
     with _remembered.flattened(state_dict) as tree:
@@ -142,10 +152,15 @@ def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> d
                         part, local.global_shape, box.offsets, local.replicated, "torch"
                     )
             else:
-                items[leaf.name] = value
+                items[leaf.name] = converted.encoded(leaf.name, value, leaf.path)
             if note:
                 tree.notes[leaf.name] = note
         if sharing is not None:
             items = sharing.divide(items, tree.leaves)
         items[STRUCTURE] = tree.record()
+        for branch in tree.branches:
+            if branch.was:
+                converted.add(path_text(branch.path), branch.was, branch.kind)
+    if notes is not None:
+        notes += converted.saved()
     return items
