@@ -84,7 +84,7 @@ class Desk:
                 driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
                 if peer.job.joining is not None:
                     driver.reads.client_left(peer.client, fenced=True)
-                peer.job.tell(ev.MemberGone(peer.client, process_gone=False))
+                peer.job.tell(ev.MemberGone(peer.client, process_gone=False, closed=True))
 
     def _read(self, peer: Peer, job: Job, message: msg.ReadOpen | msg.Took | msg.ReadClose) -> None:
         if job.joining is not None:
@@ -126,6 +126,7 @@ class Desk:
             job=hello.job,
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
+            has_saved=hello.has_saved,
             node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
@@ -171,6 +172,9 @@ class Desk:
             metadata=message.metadata,
             door=message.door,
             replicas=hello.replicas if job.joining is not None else 1,
+            resumed_from=message.resumed_from,
+            begin_after=message.begin_after,
+            side=message.side,
         )
         self._driver.tell_machine(
             ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout, opened)

@@ -72,9 +72,7 @@ class AgentsOfJob(Lives):
             known = self._clients.get(arrived.client)
             if known is not None and known.node_lost:
                 known.alive, known.node_lost = True, False
-            arrived = msgspec.structs.replace(arrived, node=event.node)
-            if self.presence.arrive(arrived):
-                effects += self._watch(arrived.rank)
+            effects += self._on_arrived(msgspec.structs.replace(arrived, node=event.node))
         return effects
 
     def _reopen(self, opened: ev.MemberOpened) -> list[fx.Effect]:
@@ -129,8 +127,6 @@ class AgentsOfJob(Lives):
         known = self._clients.get(client)
         if known is not None:
             known.alive, known.node_lost = False, True
-            if self._current(client) is None:
-                del self._clients[client]
         return self.waiting.lose(client)
 
     # -- resuming ---------------------------------------------------------

@@ -12,11 +12,15 @@ from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
 from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput
+from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members
 
 _lock = threading.Lock()
-_clients: dict[tuple[str, int, int, int], groupio.Client] = {}
+_Key = tuple[str, int, int, int]
+_clients: dict[_Key, groupio.Client] = {}
+_loaded: dict[_Key, DecisionKey | None] = {}
+"""What was loaded by those who had no client then."""
 
 
 def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
@@ -27,18 +31,33 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
-    text = store if isinstance(store, str) else _text(store)
-    # A relative path means another store after a change of directory.
-    where = text if "://" in text else os.path.abspath(text)
-    refuse_checkpoint(where.removeprefix("file://"))
-    key = (where, members.rank, members.world_size, os.getpid())
+    key = _key(store, members)
+    refuse_checkpoint(key[0].removeprefix("file://"))
     with _lock:
         client = _clients.get(key)
         if client is None:
             connect = groupio.connect if connected else connect_ahead
-            client = connect(where, rank=members.rank, world_size=members.world_size)
+            client = connect(key[0], rank=members.rank, world_size=members.world_size)
+            client._origin.loaded(_loaded.pop(key, None))
             _clients[key] = client
         return client
+
+
+def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> None:
+    """An epoch was loaded: by its number, or (None) as the latest one."""
+    key = _key(store, members)
+    with _lock:
+        if key in _clients:
+            _clients[key]._origin.loaded(loaded)
+        else:
+            _loaded[key] = loaded
+
+
+def _key(store: Any, members: Members) -> _Key:
+    text = store if isinstance(store, str) else _text(store)
+    # A relative path means another store after a change of directory.
+    where = text if "://" in text else os.path.abspath(text)
+    return where, members.rank, members.world_size, os.getpid()
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:

@@ -32,6 +32,7 @@ def save(
     deadline_s: float = 600.0,
     replicated: Iterable[str] = (),
     verify_replicas: str = "full",
+    rewind_to: int | None = None,
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
@@ -63,6 +64,13 @@ def save(
     waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
     ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
 
+    After :func:`load` of an older ``step`` on all ranks, a first save that is not newer than the
+    latest epoch begins a new lineage after the loaded step, once every other incarnation of the job
+    has ended: the later epochs are abandoned (still listed, and loaded by their numbers), which a
+    warning and a note in ``handle.times.notes`` say. ``rewind_to=L`` does so without these
+    conditions: this save begins a new lineage after epoch L, unless the present one begins there
+    already and the step is newer than all of it.
+
     Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
     the other ranks learn of it on their handles.
     """
@@ -78,6 +86,8 @@ def save(
         wait_for=wait_for,
         metadata=metadata,
         door="dcp" if dcp_door else "",
+        rewind_to=rewind_to,
+        side="torch",
     )
 
 
