@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
-from groupio.backend.base import FOLDERS, ROOT, SEGMENTS
+from groupio.backend.base import FOLDERS, ROOT, SEGMENTS, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, check_name, open_folder
 from groupio.backend.records import PosixReader, find, open_regular
@@ -111,9 +111,15 @@ class PosixTree:
         return found
 
     def read(self, folder: str, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Exactly ``length`` bytes from ``offset`` (None: to the end); errors as :meth:`reader`."""
+        """Exactly ``length`` bytes from ``offset``; errors as :meth:`reader`.
+
+        With ``length`` None to the end; then IntegrityError when the file is larger than
+        ``RECORD_BYTES_MAX``.
+        """
         with self.reader(folder, name) as reader:
-            return reader.read(offset, reader.size - offset if length is None else length)
+            if length is None:
+                return read_record(reader)[offset:]
+            return reader.read(offset, length)
 
     def read_into(self, folder: str, name: str, offset: int, view: memoryview) -> None:
         """Fill ``view``; IntegrityError when the file is shorter or missing."""
