@@ -52,8 +52,8 @@ class JobState(ABC):
     _new_lineage: bool = False
     _begins: int = 0
     """The group for whose epoch the new lineage is made; 0: it is made for an incarnation."""
-    _stale_opens: dict[int, ev.MemberOpened] = field(default_factory=dict)
-    """By epoch, the first member of this incarnation that was refused as stale."""
+    _stale_opens: dict[int, dict[int, ev.MemberOpened]] = field(default_factory=dict)
+    """By epoch and rank, members of this incarnation that were refused as stale, until all are."""
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
     missed: Missed = field(default_factory=Missed)

@@ -142,8 +142,8 @@ class Lives(JobState):
 
     def _other_origin(self, event: ev.MemberOpened, group: Group | None) -> GroupIOError | None:
         """The member and one before it do not go on after the same epoch, where that matters."""
-        first = self._stale_opens.get(event.epoch) if group is None else group.first
-        if first is None or first.rank == event.rank:
+        first = self._first_stale(event) if group is None else group.first
+        if first is None:
             return None
         alike = (first.begin_after, first.resumed_from) == (event.begin_after, event.resumed_from)
         if alike or (self._goes_back(event) is None and self._goes_back(first) is None):
@@ -154,10 +154,21 @@ class Lives(JobState):
             self.missed.disagreed(event, first, error)
         return error
 
+    def _first_stale(self, event: ev.MemberOpened) -> ev.MemberOpened | None:
+        """The member that was refused as stale and that this one belongs to, if there is one."""
+        opens = self._stale_opens.get(event.epoch, {})
+        if event.rank in opens:
+            del self._stale_opens[event.epoch]  # that was an earlier call of all ranks
+            return None
+        return next(iter(opens.values()), None)
+
     def _refused_stale(self, event: ev.MemberOpened) -> None:
         """A later member of the same epoch may say that it goes on after an older one."""
-        self._stale_opens.setdefault(event.epoch, event)
-        if len(self._stale_opens) > STALE_REMEMBERED:
+        opens = self._stale_opens.setdefault(event.epoch, {})
+        opens[event.rank] = event
+        if len(opens) == event.world_size:
+            del self._stale_opens[event.epoch]
+        elif len(self._stale_opens) > STALE_REMEMBERED:
             del self._stale_opens[min(self._stale_opens)]
 
     def _not_visible(self, event: ev.MemberOpened, after: int) -> GroupIOError | None:
@@ -209,7 +220,8 @@ class Lives(JobState):
     def _place(self, name: str) -> tuple[str, object]:
         """What the clients of one process have in common; a hidden process has only one."""
         client = self._clients[name]
-        return client.node, client.process if client.process.pid > 0 else name
+        node = client.node if self.nodes.known else ""  # one agent's clients do not name it
+        return node, client.process if client.process.pid > 0 else name
 
     def _note_ended(self, name: str) -> None:
         """The end of a client is that of its process's earlier clients, too."""
