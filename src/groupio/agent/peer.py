@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from groupio.agent.job import Job
 
 
+_UNKNOWN = Process(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
     """A connection, the process behind it, and what it said of itself."""
@@ -26,7 +29,7 @@ class Peer:
     channel: Channel
     pid: int
     """0 when the process cannot be seen from here."""
-    process: Process = Process(0, 0)
+    process: Process = _UNKNOWN
     """Known from its Hello on."""
     unseen: bool = False
     """Its process cannot be watched from here: the end of its socket has to do."""

@@ -445,6 +445,21 @@ class Client:
         self._connections = []
         living.remove(self)
 
+    def _leave_if_idle(self) -> bool:
+        """Leave the agent unless something is under way; the next call connects again."""
+        if not self._connecting.acquire(blocking=False):
+            return False
+        try:
+            if any(connection.is_busy for connection in self._connections):
+                return False
+            idle, self._connections = self._connections, []
+        finally:
+            self._connecting.release()
+        for connection in idle:
+            connection.close(AgentLost("the client left the agent meanwhile; call again"))
+        living.remove(self)
+        return True
+
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
         limit = self.settings.connect_timeout_s
@@ -459,6 +474,7 @@ class Client:
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
+            living.add(self)
             self._intervals.greet(connection)
             return connection
         finally:
