@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -211,6 +211,10 @@ class Backend(Protocol):
 
     def size(self, folder: str, name: str) -> int:
         """Bytes in the file."""
+        ...
+
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        """Bytes in each of these files; -1 for a name under which there is no file."""
         ...
 
     def read(self, folder: str, name: str, offset: int = 0, length: int | None = None) -> bytes:

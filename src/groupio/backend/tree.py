@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import os
 import re
+import stat
 import threading
+from collections.abc import Iterable
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
@@ -89,6 +91,24 @@ class PosixTree:
         """Bytes in the file; errors as :meth:`reader`."""
         with self.reader(folder, name) as reader:
             return reader.size
+
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        """Bytes in each of these files; -1 for a name under which there is no regular file."""
+        found = dict.fromkeys(map(check_name, names), -1)
+        try:
+            where = self._folder(folder)
+        except FileNotFoundError:
+            return found
+        for name in found:
+            try:
+                status = os.stat(name, dir_fd=where.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise storage_error(error, self._where(folder, name), "look up") from error
+            if stat.S_ISREG(status.st_mode):
+                found[name] = status.st_size
+        return found
 
     def read(self, folder: str, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``; errors as :meth:`reader`.
