@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
+from groupio.backend.base import EPOCHS, LINEAGES, RandomReader, read_record
 from groupio.backend.posix import PosixBackend
 from groupio.cli.output import CommandError
 from groupio.client.store_reader import check_is_store
@@ -20,6 +20,7 @@ from groupio.format.records import (
     decode_lineage,
     decode_record_kind,
     parse_key,
+    parse_lineage_name,
 )
 from groupio.model import DecisionKey, EpochHeader, Lineage
 from groupio.protocol import lineage as lines
@@ -47,7 +48,7 @@ class Catalog:
     aborted: dict[DecisionKey, AbortRecord] = field(default_factory=dict)
     unreadable: list[Unreadable] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-    """Files in the epochs folder whose names are not those of decisions."""
+    """Files whose names are not those of decisions or lineages."""
 
     @property
     def visible(self) -> dict[int, DecisionKey]:
@@ -110,9 +111,12 @@ def read_catalog(backend: PosixBackend) -> Catalog:
     found = []
     for name in backend.list(LINEAGES):
         path = f"{backend.path}/{LINEAGES}/{name}"
+        if parse_lineage_name(name) is None:
+            catalog.foreign.append(path)
+            continue
         try:
             found.append(decode_lineage(backend.read(LINEAGES, name), path))
-        except (FormatError, IntegrityError, StorageError) as error:
+        except (FormatError, IntegrityError, NotFound, StorageError) as error:
             catalog.unreadable.append(Unreadable(path, error))
     catalog.lineages = tuple(found)
     for name in backend.list(EPOCHS):
@@ -134,7 +138,7 @@ def _add_decision(catalog: Catalog, backend: PosixBackend, key: DecisionKey) -> 
         if kind is RecordKind.COMMIT:
             catalog.committed[key] = open_manifest(reader).header
         elif kind is RecordKind.ABORT:
-            catalog.aborted[key] = decode_abort(reader.read(0, reader.size), reader.path)
+            catalog.aborted[key] = decode_abort(read_record(reader), reader.path)
         else:
             raise FormatError(
                 f"{reader.path} is a record of kind {kind.name.lower()}, not a decision",

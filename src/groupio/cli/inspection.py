@@ -57,7 +57,8 @@ class Leftover:
     """A file that no committed epoch needs.
 
     ``state`` is "undecided" (a save is in flight, or was interrupted and will be decided by the
-    next one) or "garbage" (nothing will ever use it).
+    next one), "garbage" (nothing will ever use it), or "unsealed" (the record of a door in use
+    that an earlier release made, without a digest of the record itself).
     """
 
     state: str
@@ -273,11 +274,15 @@ class Inspector:
                 header = None if key is None else self._catalog.committed.get(key)
                 result.doors_checked += 1
                 for flaw in check_door(doors, name, header, read_data=read_data, progress=count):
+                    hurt = "" if flaw.kind == "unsealed" else "only the door is hurt, "
                     detail = (
-                        f"{flaw.detail}; only the door is hurt, make it anew with: groupio export "
+                        f"{flaw.detail}; {hurt}make it anew with: groupio export "
                         f"{self._backend.path} --dcp --epoch {name}"
                     )
-                    self._found.append(Damage(flaw.kind, flaw.path, detail))
+                    if flaw.kind == "unsealed":
+                        result.leftovers.append(Leftover(flaw.kind, flaw.path, detail))
+                    else:
+                        self._found.append(Damage(flaw.kind, flaw.path, detail))
 
     def _shown(self) -> dict[int, DecisionKey]:
         """The commit that the door of an epoch's number shows: that of the line, else the newest

@@ -97,7 +97,9 @@ def unconnected(
     name = job or recorded_job(path) or os.path.basename(path) or "root"
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
-    return Client(path, name, place, rewind, chosen, where)
+    # Variables of a launcher say nothing of ranks that were numbered by hand.
+    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
+    return Client(path, name, place, rewind, chosen, where, launched)
 
 
 class Client:
@@ -115,6 +117,7 @@ class Client:
         rewind_to: int | None,
         settings: Settings,
         where: Where,
+        launch_id: str | None,
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
@@ -128,7 +131,7 @@ class Client:
         """Records that the last ``epochs()`` could not read: their names, and why."""
         self._where = where
         self._rewind_to = rewind_to
-        self._launch_id = launch.launch_id(os.environ)
+        self._launch_id = launch_id
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, LINEAGES, Backend
+from groupio.backend.base import EPOCHS, LINEAGES, Backend, is_no_record
 from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
 from groupio.client.address import refuse_checkpoint
@@ -21,9 +21,11 @@ from groupio.client.chunk_reader import Wants, damage, default_threads, read_chu
 from groupio.client.destinations import destinations
 from groupio.errors import (
     FormatError,
+    GroupIOError,
     IntegrityError,
     InvalidInput,
     NotFound,
+    StorageError,
 )
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
@@ -161,7 +163,9 @@ class StoreReader:
         for key in self.keys():
             try:
                 manifest = self.manifest(key)
-            except (IntegrityError, FormatError) as error:
+            except GroupIOError as error:
+                if not is_no_record(error):
+                    raise
                 log.warning("epoch %d cannot be listed: %s", key.epoch, error)
                 self.damaged.append((str(key), error.message))
                 continue
@@ -227,7 +231,7 @@ class StoreReader:
     def _is_committed(self, key: DecisionKey) -> bool:
         try:
             return self.manifest(key) is not None
-        except (IntegrityError, FormatError):
+        except (IntegrityError, FormatError, StorageError):
             return False  # only for a message about other epochs
 
     # -- items -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 import uuid
 
 from groupio.agent.identity import Writer, process_start
-from groupio.backend.base import RandomReader
+from groupio.backend.base import LINEAGES, RandomReader, is_no_record, read_record
 from groupio.backend.posix import PosixBackend
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
@@ -27,6 +27,7 @@ from groupio.format.records import (
     decode_record_kind,
     encode_abort,
     parse_key,
+    parse_lineage_name,
     parse_segment_name,
 )
 from groupio.model import DecisionKey, Lineage
@@ -131,7 +132,9 @@ def _decisions(
                     aborted.append(key)
                     continue
                 header = ManifestReader(reader.read, reader.size, reader.path).header
-        except (IntegrityError, FormatError) as error:
+        except GroupIOError as error:
+            if not is_no_record(error):
+                raise
             # The attempt is decided, whatever it was; its number is never used again.
             log.warning("the decision of %s cannot be read: %s", name, error)
             committed.append(ev.CommittedEpoch(key, 0, b""))
@@ -157,7 +160,9 @@ def _drop_segments(
             with backend.reader("epochs", str(found.key)) as reader:
                 manifest = ManifestReader(reader.read, reader.size, reader.path)
                 used.update(segment.name for segment in manifest.segments)
-        except (IntegrityError, FormatError) as error:
+        except GroupIOError as error:
+            if not is_no_record(error):
+                raise
             log.warning("%d segment(s) of aborted epochs are kept: %s", len(names), error)
             return
     for name in names:
@@ -169,7 +174,7 @@ def _drop_segments(
 
 def _aborted_by(reader: RandomReader) -> int:
     try:
-        return decode_abort(reader.read(0, reader.size), reader.path).incarnation
+        return decode_abort(read_record(reader), reader.path).incarnation
     except (IntegrityError, FormatError) as error:
         log.warning("%s is damaged, but an abort all the same: %s", reader.path, error)
         return 0
@@ -191,9 +196,9 @@ def _segments(backend: PosixBackend) -> dict[DecisionKey, list[str]]:
 
 def _lineages(backend: PosixBackend) -> tuple[Lineage, ...]:
     return tuple(
-        decode_lineage(backend.read("lineages", name), f"{backend.path}/lineages/{name}")
-        for name in sorted(backend.list("lineages"))
-        if name.isdecimal()
+        decode_lineage(backend.read(LINEAGES, name), f"{backend.path}/{LINEAGES}/{name}")
+        for name in backend.list(LINEAGES)
+        if parse_lineage_name(name) is not None
     )
 
 

@@ -155,6 +155,7 @@ class BackendSuite(abc.ABC):
         calls: list[Callable[[], object]] = [
             lambda: store.exists(EPOCHS, name),
             lambda: store.size(EPOCHS, name),
+            lambda: store.sizes(EPOCHS, [name]),
             lambda: store.read(EPOCHS, name),
             lambda: store.read_into(EPOCHS, name, 0, memoryview(bytearray(1))),
             lambda: store.reader(EPOCHS, name),
@@ -177,6 +178,7 @@ class BackendSuite(abc.ABC):
         assert store.list(INFLIGHT) == ["a", "b"]
         assert store.exists(INFLIGHT, "b")
         assert store.size(INFLIGHT, "b") == len(data)
+        assert store.sizes(INFLIGHT, ["b", "none"]) == {"b": len(data), "none": -1}
         assert store.read(INFLIGHT, "a") == b""
         assert store.read(INFLIGHT, "b") == data
         assert store.read(INFLIGHT, "b", 5, 300) == data[5:305]
