@@ -70,29 +70,19 @@ def save(
     ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
 
     ``on_error`` says what this call does about earlier saves that failed and whose errors were
-    not read from their handles. "log": it logs them, as happens 10 s after a failure anyway.
-    "warn": it issues a RuntimeWarning instead. "raise": it raises the first of them, the same on
-    all ranks, and saves nothing; where only some ranks know of the failure, all raise. For that
-    the ranks agree in each call through the store of torch.distributed, so all of them have to
-    give "raise"; GroupTimeout names ranks that do not come within ``deadline_s``. Without
-    torch.distributed each rank raises what it knows.
+    not read: "log", "warn" (a RuntimeWarning), or "raise": it raises the first of them, the same
+    on all ranks even where only some know of it, and saves nothing. All ranks have to give
+    "raise": they agree in each call; GroupTimeout names those that do not come in ``deadline_s``.
 
     Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
     the other ranks learn of it on their handles.
     """
-    if on_error not in ON_ERROR:
-        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
     client = client_for(store, members)
-    if on_error == "warn":
-        for epoch, error in client._failures.unread():
-            client._failures.take_over([epoch])
-            warnings.warn(_not_saved(epoch, error.message), RuntimeWarning, stacklevel=2)
-    elif on_error == "raise":
-        _raise_earlier(client, members, check_deadline(deadline_s))
+    _tell_earlier(client, members, on_error, deadline_s)
     return client._save(
         _Items(state_dict, sharing),
         epoch=step,
@@ -106,6 +96,18 @@ def save(
 
 def _not_saved(epoch: int, why: str) -> str:
     return f"epoch {epoch} was not saved: {why}"
+
+
+def _tell_earlier(client: Client, members: Members, on_error: str, deadline_s: float) -> None:
+    """What ``on_error`` asks for about failures of earlier saves; logging them is the client's."""
+    if on_error not in ON_ERROR:
+        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
+    if on_error == "warn":
+        for epoch, error in client._failures.unread():
+            client._failures.take_over([epoch])
+            warnings.warn(_not_saved(epoch, error.message), RuntimeWarning, stacklevel=3)
+    elif on_error == "raise":
+        _raise_earlier(client, members, check_deadline(deadline_s))
 
 
 def _raise_earlier(client: Client, members: Members, deadline_s: float) -> None:
