@@ -1,4 +1,4 @@
-"""Many stores in one process: clients of those used last stay connected, each call finds its own."""
+"""Many stores in one process: clients of those used last stay connected, others come back."""
 
 from __future__ import annotations
 
