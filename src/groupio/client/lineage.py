@@ -71,7 +71,11 @@ class Origin:
 
     def now(self) -> DecisionKey | None:
         """The epoch after which a save that is called now goes on, where it is known."""
-        self._saves = [s for s in self._saves if s.outcome is not Outcome.NOT_COMMITTED]
+        outcomes = [save.outcome for save in self._saves]
+        if Outcome.COMMITTED in outcomes:
+            self._key, self._saves = None, []
+        elif all(outcome is Outcome.NOT_COMMITTED for outcome in outcomes):
+            self._saves = []
         return None if self._saves else self._key
 
     def saving(self, handle: _Handle) -> None:

@@ -208,6 +208,8 @@ class Controller(AgentsOfJob):
             return effects + refuse(event, timer, error)
         group = group or self._new_group(event)
         effects += group.join(event, timer) + self._watch(None)
+        assert self.incarnation is not None
+        self.incarnation.is_complete |= len(group.seats) == group.world_size
         return effects + self._advance(group)
 
     def _line_pending(self) -> bool:
@@ -278,7 +280,9 @@ class Controller(AgentsOfJob):
         if known is None:
             return [] if away is None else self._watch(away)
         known.alive = False
-        known.process_gone = known.process_gone or event.process_gone
+        if event.process_gone:
+            known.process_gone = True
+            known.gone_at = known.gone_at or self.presence.moment
         known.closed = known.closed or event.closed
         self._note_ended(event.client)
         how = "ended" if event.process_gone else "closed its connection"

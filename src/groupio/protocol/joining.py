@@ -72,6 +72,7 @@ class AgentsOfJob(Lives):
             known = self._clients.get(arrived.client)
             if known is not None and known.node_lost:
                 known.alive, known.node_lost = True, False
+                known.gone_at = 0
             effects += self._on_arrived(msgspec.structs.replace(arrived, node=event.node))
         return effects
 
@@ -127,6 +128,7 @@ class AgentsOfJob(Lives):
         known = self._clients.get(client)
         if known is not None:
             known.alive, known.node_lost = False, True
+            known.gone_at = known.gone_at or self.presence.moment
         return self.waiting.lose(client)
 
     # -- resuming ---------------------------------------------------------
