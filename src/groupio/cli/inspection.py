@@ -156,7 +156,7 @@ class Inspector:
     def _check_catalogue(self) -> None:
         wrong = check_catalogue(self._backend, self._catalog.decisions)
         if wrong:
-            detail = f"{wrong}; it is derived, so no epoch is hurt: remove it, a later save makes it"
+            detail = f"{wrong}; no epoch is hurt, and it is made again once it is removed"
             self._found.append(Damage("corrupt", f"{self._backend.path}/{CATALOGUE}", detail))
 
     def _record_kind(self, bad: Unreadable) -> str:

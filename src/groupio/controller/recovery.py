@@ -14,6 +14,7 @@ import uuid
 
 from groupio.agent.identity import Writer, process_start
 from groupio.backend.base import EPOCHS, LINEAGES, is_no_record
+from groupio.backend.faults import storage_error
 from groupio.backend.posix import PosixBackend
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.envelope import HEADER_BYTES
@@ -246,7 +247,11 @@ def _lives(record: InflightRecord, writer: Writer) -> bool:
         return False
     if (record.pid, record.pid_start) == (writer.pid, writer.pid_start) or not record.pid_start:
         return False
-    return os.path.exists(f"/proc/{record.pid}") and process_start(record.pid) == record.pid_start
+    path = f"/proc/{record.pid}"
+    try:
+        return os.path.exists(path) and process_start(record.pid) == record.pid_start
+    except OSError as error:
+        raise storage_error(error, path, "look at") from error
 
 
 def _complete(backend: PosixBackend, key: DecisionKey) -> ev.CommittedEpoch | None:
