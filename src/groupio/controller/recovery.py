@@ -98,10 +98,8 @@ def recover(
                     # Another controller decided it meanwhile: what stands there counts.
                     return recover(backend, writer, job, held, fence=fence, resume=resume)
                 aborted.append(key)
-                if inflight is not None:
-                    # It was announced until now, so it never was committed: none refers to it.
-                    for name in segments.pop(key, ()):
-                        backend.delete("segments", name)
+                if inflight is not None:  # announced until now, so no commit refers to it
+                    _delete_segments(backend, segments.pop(key, []))
             else:
                 committed.append(found)
         backend.delete("prepared", str(key))
@@ -175,7 +173,12 @@ def _drop_segments(backend: PosixBackend, doomed: dict[DecisionKey, list[str]]) 
         if name in used:
             log.error("segment %s is in use, but the decision of its epoch is gone", name)
         else:
-            backend.delete("segments", name)
+            _delete_segments(backend, [name])
+
+
+def _delete_segments(backend: PosixBackend, names: list[str]) -> None:
+    for name in names:
+        backend.delete("segments", name)
 
 
 def _attempts(backend: PosixBackend) -> set[DecisionKey]:
