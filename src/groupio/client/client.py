@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -276,10 +276,8 @@ class Client:
             return handle
         self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
         if level is not Level.RELEASED:
-            try:
+            with suppress(GroupIOError):  # it stands on the handle, where the caller looks
                 handle._wait(level)
-            except GroupIOError:
-                pass  # it stands on the handle, where the caller looks
         return handle
 
     def _run(

@@ -70,17 +70,13 @@ def save(
     waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
     ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
 
-    After :func:`load` of an older ``step`` on all ranks, a first save that is not newer than the
-    latest epoch begins a new lineage after the loaded step, once every other incarnation of the job
-    has ended: the later epochs are abandoned (still listed, and loaded by their numbers), which a
-    warning and a note in ``handle.times.notes`` say. ``rewind_to=L`` does so without these
-    conditions: this save begins a new lineage after epoch L, unless the present one begins there
-    already and the step is newer than all of it.
+    After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
+    begins a new lineage there and abandons later epochs, once all other incarnations have ended.
+    ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
 
-    ``on_error`` says what this call does about earlier saves that failed and whose errors were
-    not read: "log", "warn" (a RuntimeWarning), or "raise": it raises the first of them, the same
-    on all ranks even where only some know of it, and saves nothing. All ranks have to give
-    "raise": they agree in each call; GroupTimeout names those that do not come in ``deadline_s``.
+    ``on_error`` says what to do about failures of earlier saves that were not read: "log", "warn"
+    (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
+    nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
     Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
     the other ranks learn of it on their handles.
