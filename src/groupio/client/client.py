@@ -17,6 +17,7 @@ from groupio.client import arguments, launch, living
 from groupio.client.address import recorded_job, store_address
 from groupio.client.again import Again
 from groupio.client.connection import Connection
+from groupio.client.failures import Failures
 from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
 from groupio.controller.discover import Kind, Where, find_controller
@@ -96,7 +97,9 @@ def unconnected(
     name = job or recorded_job(path) or os.path.basename(path) or "root"
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
-    return Client(path, name, place, rewind, chosen, where)
+    # Variables of a launcher say nothing of ranks that were numbered by hand.
+    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
+    return Client(path, name, place, rewind, chosen, where, launched)
 
 
 class Client:
@@ -114,6 +117,7 @@ class Client:
         rewind_to: int | None,
         settings: Settings,
         where: Where,
+        launch_id: str | None,
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
@@ -127,7 +131,7 @@ class Client:
         """Records that the last ``epochs()`` could not read: their names, and why."""
         self._where = where
         self._rewind_to = rewind_to
-        self._launch_id = launch.launch_id(os.environ)
+        self._launch_id = launch_id
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False
@@ -136,6 +140,7 @@ class Client:
         self._connections: list[Connection] = []
         self._packer: Packer | None = None
         self._intervals = Intervals(lambda: self._connections)
+        self._failures = Failures(self.rank, path)
         living.add(self)
 
     def __repr__(self) -> str:
@@ -183,7 +188,8 @@ class Client:
         epoch, or fail. ``metadata`` is a small dict kept with the epoch.
 
         Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
-        wrong stands on the handle; nothing is durable before its ``durable`` time is set.
+        wrong stands on the handle; nothing is durable before its ``durable`` time is set. An
+        error that is not read there is logged, noted on the next handle, and summed up by close.
         """
         return self._save(
             items,
@@ -234,7 +240,10 @@ class Client:
             )
 
         one_node = self._where.kind is Kind.LOCAL
-        handle = SaveHandle(step, called_at, self.settings.replicas, one_node=one_node)
+        handle = SaveHandle(
+            step, called_at, self.settings.replicas, one_node=one_node, failures=self._failures
+        )
+        handle._add_notes(self._failures.report())
         if door:
             handle._expect_door()
         packer = self._get_packer()
@@ -243,13 +252,14 @@ class Client:
         except InvalidInput as error:
             self._withdraw(opening(packer.pack({}, ())), error)
             raise
+        self._failures.began(step)
         if level is Level.REPLICATED and self.settings.replicas > 1 and one_node:
             handle._fail(unreachable(step, self.settings.replicas))
             return handle
         self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
         if level is not Level.RELEASED:
             try:
-                handle.wait(level)
+                handle._wait(level)
             except GroupIOError:
                 pass  # it stands on the handle, where the caller looks
         return handle
@@ -429,7 +439,7 @@ class Client:
         for connection in self._connections:
             for save in connection.saves():
                 try:
-                    save.handle.wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
+                    save.handle._wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
                 except GroupIOError:
                     pass  # it stands on the handle
             connection.close(
@@ -441,6 +451,22 @@ class Client:
             )
         self._connections = []
         living.remove(self)
+        self._failures.close()
+
+    def _leave_if_idle(self) -> bool:
+        """Leave the agent unless something is under way; the next call connects again."""
+        if not self._connecting.acquire(blocking=False):
+            return False
+        try:
+            if any(connection.is_busy for connection in self._connections):
+                return False
+            idle, self._connections = self._connections, []
+        finally:
+            self._connecting.release()
+        for connection in idle:
+            connection.close(AgentLost("the client left the agent meanwhile; call again"))
+        living.remove(self)
+        return True
 
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
@@ -456,6 +482,7 @@ class Client:
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
+            living.add(self)
             self._intervals.greet(connection)
             return connection
         finally:

@@ -202,6 +202,8 @@ class Controller(AgentsOfJob):
             return effects + refuse(event, timer, error)
         group = group or self._new_group(event)
         effects += group.join(event, timer) + self._watch(None)
+        assert self.incarnation is not None
+        self.incarnation.is_complete |= len(group.seats) == group.world_size
         return effects + self._advance(group)
 
     def _line_pending(self) -> bool:
@@ -274,7 +276,9 @@ class Controller(AgentsOfJob):
         if known is None:
             return [] if away is None else self._watch(away)
         known.alive = False
-        known.process_gone = known.process_gone or event.process_gone
+        if event.process_gone:
+            known.process_gone = True
+            known.gone_at = known.gone_at or self.presence.moment
         how = "ended" if event.process_gone else "closed its connection"
         self.missed.lose(event.client)
         effects = self.waiting.lose(event.client)

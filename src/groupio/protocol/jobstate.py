@@ -52,6 +52,8 @@ class JobState(ABC):
     _new_lineage: bool = False
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
+    _replaced: dict[str, None] = field(default_factory=dict)
+    """Formed launches that gave way to another one, oldest first."""
     missed: Missed = field(default_factory=Missed)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     presence: Presence = field(default_factory=Presence)

@@ -11,7 +11,10 @@ from groupio.protocol import events as ev
 from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, Phase
 from groupio.protocol.jobstate import JobState
-from groupio.protocol.members import Client, Incarnation
+from groupio.protocol.members import Client, FormedLaunch, Incarnation
+
+LAUNCHES_REMEMBERED = 256
+"""So many launches that were replaced are remembered."""
 
 
 @dataclass(slots=True)
@@ -27,20 +30,27 @@ class Lives(JobState):
         now = self.incarnation
         if now is None:
             return self._raise(event, known, "the job began")
-        if known.incarnation and known.incarnation < now.number:
+        formed = FormedLaunch.parse(event.launch_id)
+        if formed is None and 0 < known.incarnation < now.number:
             return [], reasons.late(event, known.incarnation, now.number)
         if event.launch_id != now.launch_id:
+            if formed is not None and self._is_replaced(formed, now):
+                return [], reasons.replaced(event, now.number)
             return self._raise(event, known, "the job was launched again")
         if event.world_size != now.world_size:
             return self._other_world(event, known)
         holder = now.clients.get(event.rank)
         if holder is None and event.rewind_to != now.rewind_to:
             return [], reasons.other_rewind(event, now.rewind_to)
+        if holder is None and formed is None and (gone := self._gone_before(event, now)):
+            self._divide(now, gone, event)
+            return self._raise(event, known, f"rank {gone[0]} ended")
         if holder is not None and holder != event.client:
             other = self._clients[holder]
             if other.alive:
                 return [], reasons.twins(event.rank, other.process, event.process)
             if other.process != event.process:
+                self._divide(now, [event.rank], event)
                 return self._raise(event, known, f"rank {event.rank} restarted")
             if event.rewind_to is not None and event.rewind_to != self._newest_staged():
                 return self._raise(event, known, f"rank {event.rank} connected to rewind")
@@ -51,6 +61,52 @@ class Lives(JobState):
         assert self.incarnation is not None
         self.incarnation.clients[event.rank] = event.client
         known.incarnation = self.incarnation.number
+        known.opened_at = self.presence.moment
+
+    def _is_replaced(self, formed: FormedLaunch, now: Incarnation) -> bool:
+        """These processes gave way to the present members.
+
+        The order of a series is certain. Of launches that have no process in common only the order
+        of their first saves here is known: a leftover of an old one that saves first with a new
+        controller cannot keep those away for whom it will never be complete.
+        """
+        present = FormedLaunch.parse(now.launch_id)
+        if present is not None and present.series == formed.series:
+            return formed.number < present.number
+        return formed.launch_id in self._replaced and now.is_complete
+
+    # -- restarts that the launcher's id does not tell ---------------------------
+
+    def _gone_before(self, event: ev.MemberOpened, now: Incarnation) -> list[int]:
+        """The ranks of this life that were known to be gone when this process came.
+
+        It cannot have been one of their peers: with it the next life begins.
+        """
+        came = self.presence.came(event.client)
+        gone = {r: self._clients[name].gone_at for r, name in now.clients.items()}
+        gone = {rank: at for rank, at in gone.items() if at}
+        return sorted(gone) if all(at < came for at in gone.values()) else []
+
+    def _divide(self, old: Incarnation, replaced: list[int], by: ev.MemberOpened) -> None:
+        """Tell those of the life that ends from those who may be of the next one.
+
+        Whoever was connected when a member of the old life opened a save belongs to it, even
+        without a save of its own. A member that came after the last such moment was restarted
+        with the others, before the end of their old processes was known here.
+        """
+        seats = {rank: self._clients[name] for rank, name in old.clients.items()}
+        last = max(seats[rank].opened_at for rank in replaced)
+        free = {rank: name for rank, name in old.clients.items() if seats[rank].alive}
+        while peers := [rank for rank, name in free.items() if self.presence.came(name) <= last]:
+            last = max(last, *(seats[rank].opened_at for rank in peers))
+            for rank in peers:
+                del free[rank]
+        for rank in free:
+            seats[rank].incarnation = 0
+        for peer in self.presence.until(last, self._life()):
+            if peer.rank not in old.clients and peer.process != by.process:
+                known = self._clients.setdefault(peer.client, Client(peer.process, node=peer.node))
+                known.incarnation = old.number
 
     def _other_world(
         self, event: ev.MemberOpened, known: Client
@@ -70,6 +126,8 @@ class Lives(JobState):
             if rewind not in self._visible():
                 return [], reasons.unknown_epoch(rewind)
             line = Lineage(max(self.lineages) + 1, self.lineage, rewind)
+        if self.incarnation is not None:
+            self._note_replaced(self.incarnation.launch_id, event.launch_id)
         self._incarnation_max += 1
         self.incarnation = Incarnation(
             self._incarnation_max, event.world_size, rewind, event.launch_id
@@ -88,6 +146,13 @@ class Lives(JobState):
             self._new_lineage = True
             effects.append(fx.CreateLineage(line))
         return effects, None
+
+    def _note_replaced(self, old: str | None, new: str | None) -> None:
+        if old is not None and FormedLaunch.parse(old) is not None:
+            self._replaced[old] = None
+        self._replaced.pop(new or "", None)
+        if len(self._replaced) > LAUNCHES_REMEMBERED:
+            del self._replaced[next(iter(self._replaced))]
 
     def _newest_staged(self) -> int:
         """The newest epoch of the line that is committed, or may be soon."""

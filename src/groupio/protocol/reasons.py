@@ -153,6 +153,16 @@ def late(event: ev.MemberOpened, its: int, now: int) -> LateMember:
     )
 
 
+def replaced(event: ev.MemberOpened, now: int) -> LateMember:
+    """The member belongs to a set of processes that another one replaced."""
+    return LateMember(
+        f"Rank {event.rank} (pid {event.process.pid}) belongs to processes that others replaced as "
+        f"the members of this job, which is at incarnation {now}; end this process.",
+        member=event.rank,
+        epoch=event.epoch,
+    )
+
+
 def twins(rank: int, old: ev.Process, new: ev.Process) -> InvalidInput:
     """Two living processes have one number."""
     return InvalidInput(

@@ -1,4 +1,8 @@
-"""One client per store and place, made at the first call and kept for the next ones."""
+"""One client per store and place, made at the first call and kept for the next ones.
+
+A job that saves each of its checkpoints into a store of its own would gather clients, so only those
+of the last few stores keep their connection to the agent, and the agent their stores open.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,10 @@ from groupio.torch.members import Members
 
 _lock = threading.Lock()
 _clients: dict[tuple[str, int, int, int], groupio.Client] = {}
+"""Those used last at the end."""
+
+STORES_KEPT = 4
+"""Clients of so many stores stay connected when they have nothing to do."""
 
 
 def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
@@ -33,12 +41,25 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
     refuse_checkpoint(where.removeprefix("file://"))
     key = (where, members.rank, members.world_size, os.getpid())
     with _lock:
-        client = _clients.get(key)
+        client = _clients.pop(key, None)
         if client is None:
             connect = groupio.connect if connected else connect_ahead
             client = connect(where, rank=members.rank, world_size=members.world_size)
-            _clients[key] = client
-        return client
+        _clients[key] = client
+    _leave_unused()
+    return client
+
+
+def _leave_unused() -> None:
+    """Let go of the clients that were not used for longest and have nothing to do."""
+    with _lock:
+        own = [key for key in _clients if key[3] == os.getpid()]
+        unused = [(key, _clients[key]) for key in own[:-STORES_KEPT]]
+    for key, client in unused:
+        if client._leave_if_idle():
+            with _lock:
+                if _clients.get(key) is client:
+                    del _clients[key]
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
