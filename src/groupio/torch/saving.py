@@ -78,8 +78,7 @@ def save(
     (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
-    Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
-    the other ranks learn of it on their handles.
+    Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
