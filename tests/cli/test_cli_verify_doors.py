@@ -11,6 +11,9 @@ import pytest
 from cli_help import Command
 from store_maker import StoreMaker
 
+from groupio.door.record import decode_record, encode_record, read_record
+from groupio.errors import FormatError, IntegrityError, InvalidInput
+
 VALUES, METADATA, RECORD = "__values.bin", ".metadata", "groupio.json"
 
 
@@ -90,11 +93,73 @@ def test_the_record_of_a_door(
 
 
 def test_the_door_of_another_write(groupio: Command, maker: StoreMaker, door: Path) -> None:
-    record = json.loads((door / RECORD).read_text())
-    (door / RECORD).write_text(json.dumps(record | {"write_id": "of an abandoned line"}))
+    record = decode_record((door / RECORD).read_bytes(), RECORD)
+    other = encode_record(record.key, "of an abandoned line", record.files)
+    (door / RECORD).write_bytes(other)
     damage = only_damage(groupio, maker)
     assert (damage["kind"], damage["path"]) == ("swapped", str(door))
     assert "another write of epoch 20" in damage["detail"]
+
+
+def test_a_flipped_bit_of_the_record_is_found(
+    groupio: Command, maker: StoreMaker, door: Path
+) -> None:
+    whole = (door / RECORD).read_bytes()
+    for at in range(0, len(whole), 7):
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 8
+        (door / RECORD).write_bytes(data)
+        with pytest.raises((IntegrityError, FormatError)):
+            decode_record(bytes(data), RECORD)
+        with maker.backend.doors() as doors, pytest.raises((IntegrityError, FormatError)):
+            read_record(doors, "20")
+    damage = only_damage(groupio, maker)
+    assert (damage["kind"], damage["path"]) == ("corrupt", str(door / RECORD))
+
+
+def test_a_door_of_an_earlier_release_is_valid(
+    groupio: Command, maker: StoreMaker, door: Path
+) -> None:
+    record = json.loads((door / RECORD).read_text())
+    del record["check"]
+    old = json.dumps(record | {"schema": "groupio/door/1"}, indent=1)
+    (door / RECORD).write_text(old)
+    done = groupio("verify", maker.path, "--json")
+    assert done.code == 0
+    (note,) = done.json["leftovers"]
+    assert (note["state"], note["path"]) == ("unsealed", str(door / RECORD))
+    assert "no digest" in groupio("verify", maker.path).out
+    assert [row["door"] for row in groupio("ls", maker.path, "--json").json["epochs"]] == [
+        "dcp",
+        "dcp",
+    ]
+    advice = note["detail"].partition("groupio export ")[2]
+    assert groupio("export", *advice.split()).code == 0
+    assert groupio("verify", maker.path, "--json").json["leftovers"] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../groupio.json": {"bytes": 1, "blake3": "0" * 64}}},
+        {"files": {".metadata": {"bytes": 1, "blake3": "0" * 64}, "a\0b": None}},
+        {"files": {"__values.bin": {"bytes": 1, "blake3": "0" * 64}}},
+        {"files": {".metadata": {"bytes": -1, "blake3": "0" * 64}}},
+        {"files": {".metadata": {"bytes": 1, "blake3": "zz"}}},
+        {"schema": "groupio/door/3"},
+        {"schema": "groupio/door/1", "check": "0" * 64},
+        {"more": 1},
+    ],
+)
+def test_records_that_no_release_makes(door: Path, change: dict[str, Any]) -> None:
+    record = json.loads((door / RECORD).read_text())
+    with pytest.raises((IntegrityError, FormatError)):
+        decode_record(json.dumps(record | change).encode(), RECORD)
+
+
+def test_a_record_that_could_not_be_read_is_not_made() -> None:
+    with pytest.raises(InvalidInput, match="does not list"):
+        encode_record("key", "write", {})
 
 
 def test_doors_that_belong_to_no_epoch(groupio: Command, maker: StoreMaker, door: Path) -> None:

@@ -14,10 +14,15 @@ pages and would report success for bytes that are gone.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
+
+from groupio.errors import FormatError, GroupIOError, IntegrityError, StorageError
+from groupio.format.envelope import HEADER_BYTES
+from groupio.format.limits import ROOT_BYTES_MAX
 
 if TYPE_CHECKING:
     from groupio.format.records import StoreRecord
@@ -35,6 +40,13 @@ CONTROLLERS = "controllers"
 
 FOLDERS = (EPOCHS, PREPARED, INFLIGHT, SEGMENTS, LINEAGES, CONTROLLERS)
 """The folders of a store, besides ``ROOT``."""
+
+RECORD_BYTES_MAX = HEADER_BYTES + ROOT_BYTES_MAX
+"""Largest record that is read whole, in bytes; only manifests are larger, and read in parts."""
+
+CATALOGUE = "catalogue"
+"""The file in ``ROOT`` that says what older decisions say, to save opening them; see
+:mod:`groupio.format.catalogue`."""
 
 STORE_RECORD = "groupio.json"
 """The record in ``ROOT`` that makes a directory a store."""
@@ -139,6 +151,31 @@ class RandomReader(Protocol):
     ) -> None: ...
 
 
+def is_no_record(error: GroupIOError) -> bool:
+    """Whether ``error`` says that what has the name of a record is none, or a damaged one.
+
+    A pipe, a device, a directory or a symbolic link counts too: the name is taken all the same,
+    and the rest of the store can be read. The store being away is no such error.
+    """
+    if isinstance(error, StorageError):
+        return error.errno in (errno.EISDIR, errno.EINVAL, errno.ELOOP)
+    return isinstance(error, IntegrityError | FormatError)
+
+
+def read_record(reader: RandomReader, bytes_max: int = RECORD_BYTES_MAX) -> bytes:
+    """All bytes of a small record; IntegrityError, with nothing read, when it is larger than that.
+
+    A file of terabytes, sparse or not, in the place of a record must not cost the reader's memory.
+    """
+    if reader.size > bytes_max:
+        raise IntegrityError(
+            f"{reader.path} is damaged: it has {reader.size} bytes, and such a record has at most "
+            f"{bytes_max}; restore the file from a copy, or remove it",
+            path=reader.path,
+        )
+    return reader.read(0, reader.size)
+
+
 class Backend(Protocol):
     """A store. ``folder`` is one of ``FOLDERS`` or ``ROOT``; names have no directories."""
 
@@ -172,6 +209,13 @@ class Backend(Protocol):
         """The names in ``folder`` in ascending order, without unfinished ones; [] if absent."""
         ...
 
+    def identities(self, folder: str) -> dict[str, int]:
+        """What :meth:`list` gives, each name with a number that another file has not; one listing.
+
+        The number is the inode, 0 where a store has none: then the name alone tells.
+        """
+        ...
+
     def exists(self, folder: str, name: str) -> bool:
         """Whether there is such a name."""
         ...
@@ -180,8 +224,16 @@ class Backend(Protocol):
         """Bytes in the file."""
         ...
 
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        """Bytes in each of these files; -1 for a name under which there is no file."""
+        ...
+
     def read(self, folder: str, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Exactly ``length`` bytes from ``offset`` (None: to the end)."""
+        """Exactly ``length`` bytes from ``offset``.
+
+        With ``length`` None to the end; then IntegrityError when the file is larger than
+        ``RECORD_BYTES_MAX``.
+        """
         ...
 
     def read_into(self, folder: str, name: str, offset: int, view: memoryview) -> None:
@@ -205,6 +257,13 @@ class Backend(Protocol):
 
         In both cases the record that is there is durable on return. When an error says
         ``outcome="unknown"`` the record may be there: read it.
+        """
+        ...
+
+    def replace(self, folder: str, name: str, data: bytes) -> None:
+        """Write a derived file in the place of an older one, whole or not at all.
+
+        Its bytes are durable on return, its name is not. Never for records.
         """
         ...
 

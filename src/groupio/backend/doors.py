@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
+from groupio.backend.base import RECORD_BYTES_MAX, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, Modes, check_name, make_folder, open_folder
 from groupio.backend.records import PosixReader, find, open_regular, rename_with, write_all
@@ -163,9 +164,12 @@ class Doors:
         """The names of the doors, ascending; [] when none was ever made."""
         return [name for name in self._names() if not name.startswith(".")]
 
-    def read(self, name: str, file: str) -> bytes | None:
-        """The bytes of one file of a door, or None when the door or the file is not there."""
-        return self._in_door(name, lambda folder: _read(folder, file))
+    def read(self, name: str, file: str, bytes_max: int = RECORD_BYTES_MAX) -> bytes | None:
+        """The bytes of one file of a door, or None when the door or the file is not there.
+
+        IntegrityError, with nothing read, when it has more than ``bytes_max`` bytes.
+        """
+        return self._in_door(name, lambda folder: _read(folder, file, bytes_max))
 
     def reader(self, name: str, file: str) -> PosixReader | None:
         """A reader of one file of a door, or None when the door or the file is not there."""
@@ -262,9 +266,9 @@ def _open(folder: Folder, file: str) -> PosixReader:
     return PosixReader(fd, status.st_size, os.path.join(folder.path, file))
 
 
-def _read(folder: Folder, file: str) -> bytes:
+def _read(folder: Folder, file: str, bytes_max: int) -> bytes:
     with _open(folder, file) as reader:
-        return reader.read(0, reader.size)
+        return read_record(reader, bytes_max)
 
 
 def _replace(fd: int, new: str, name: str) -> None:

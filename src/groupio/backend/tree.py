@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import os
 import re
+import stat
 import threading
+from collections.abc import Iterable
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
-from groupio.backend.base import FOLDERS, ROOT, SEGMENTS
+from groupio.backend.base import FOLDERS, ROOT, SEGMENTS, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, check_name, open_folder
 from groupio.backend.records import PosixReader, find, open_regular
@@ -61,17 +63,26 @@ class PosixTree:
         """The names in ``folder`` in ascending order, without unfinished ones; [] if absent."""
         return [name for name in self._names(folder) if not name.startswith(".")]
 
+    def identities(self, folder: str) -> dict[str, int]:
+        """What :meth:`list` gives, each name with its inode, from one listing."""
+        entries = self._entries(folder)
+        return {name: entries[name] for name in sorted(entries) if not name.startswith(".")}
+
     def _names(self, folder: str) -> builtins.list[str]:
+        return sorted(self._entries(folder))
+
+    def _entries(self, folder: str) -> dict[str, int]:
         try:
             where = self._folder(folder)
             # A descriptor of its own: threads that list would share the reading position.
             fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where.fd)
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise storage_error(error, self._where(folder), "open") from error
         try:
-            return sorted(os.listdir(fd))
+            with os.scandir(fd) as listing:
+                return {entry.name: entry.inode() for entry in listing}
         except OSError as error:
             raise storage_error(error, where.path, "list") from error
         finally:
@@ -90,10 +101,34 @@ class PosixTree:
         with self.reader(folder, name) as reader:
             return reader.size
 
+    def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int]:
+        """Bytes in each of these files; -1 for a name under which there is no regular file."""
+        found = dict.fromkeys(map(check_name, names), -1)
+        try:
+            where = self._folder(folder)
+        except FileNotFoundError:
+            return found
+        for name in found:
+            try:
+                status = os.stat(name, dir_fd=where.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise storage_error(error, self._where(folder, name), "look up") from error
+            if stat.S_ISREG(status.st_mode):
+                found[name] = status.st_size
+        return found
+
     def read(self, folder: str, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Exactly ``length`` bytes from ``offset`` (None: to the end); errors as :meth:`reader`."""
+        """Exactly ``length`` bytes from ``offset``; errors as :meth:`reader`.
+
+        With ``length`` None to the end; then IntegrityError when the file is larger than
+        ``RECORD_BYTES_MAX``.
+        """
         with self.reader(folder, name) as reader:
-            return reader.read(offset, reader.size - offset if length is None else length)
+            if length is None:
+                return read_record(reader)[offset:]
+            return reader.read(offset, length)
 
     def read_into(self, folder: str, name: str, offset: int, view: memoryview) -> None:
         """Fill ``view``; IntegrityError when the file is shorter or missing."""

@@ -122,6 +122,12 @@ class Connection:
         with self._lock:
             return list(self._saves.values())
 
+    @property
+    def is_busy(self) -> bool:
+        """A save is not decided, or an answer of the agent is awaited."""
+        with self._lock:
+            return bool(self._saves or self._settles or self._reads)
+
     def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
         """Send a message; AgentLost when the agent is gone or does not read."""
         try:
@@ -270,6 +276,7 @@ class Connection:
             if level is Level.DURABLE and save is not None and not save.handle._awaits_door():
                 del self._saves[reached.save_id]
         if save is not None:
+            save.note(reached.notes)
             save.handle._reach(
                 level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes
             )

@@ -283,14 +283,14 @@ class Host:
                 )
             case fx.PrepareEpoch(group=group):
                 see = partial(self.around.see, group)
+                paths = {node: line.hello.store for node, line in self.lines.by_node.items()}
                 return (
-                    lambda: ev.Prepared(group, self.store.prepare(effect, see)),
+                    lambda: ev.Prepared(group, self.store.prepare(effect, see, paths)),
                     lambda e: ev.Prepared(group, error=e),
                 )
-            case fx.CompareEpoch(group=group, key=key):
-                committed = self.controller.committed[key]
+            case fx.CompareEpoch(group=group):
                 return (
-                    lambda: ev.Compared(group, self.store.compare(effect, committed)),
+                    lambda: ev.Compared(group, self.store.compare(effect)),
                     lambda e: ev.Compared(group, False, e),
                 )
             case fx.Decide(group=group):

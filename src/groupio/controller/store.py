@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -25,6 +25,7 @@ from groupio.errors import (
     GroupIOError,
     IntegrityError,
     NotFound,
+    Retry,
     StorageError,
 )
 from groupio.format.blocks import PackedTables
@@ -40,13 +41,14 @@ from groupio.format.records import (
     encode_inflight,
     encode_lineage,
 )
-from groupio.model import DecisionKey, Lineage, Manifest
+from groupio.model import DecisionKey, Lineage, Manifest, SegmentRef
 from groupio.plan import dedup
 from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol.reasons import is_away
+from groupio.store.catalogue import RECENT, read_decisions, write_catalogue
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,12 @@ _T = TypeVar("_T")
 
 TEMPORARY_AGE_S = 24 * 3600.0
 """Unfinished records older than this belong to writers that are long dead."""
+
+LOOK_S = 10.0
+"""A segment that another node has just written is looked for so long."""
+
+LOOK_FIRST_S, LOOK_LAST_S = 0.05, 1.0
+"""The first wait between two looks, and the longest."""
 
 
 @dataclass(slots=True)
@@ -132,8 +140,8 @@ class JobStore:
     """A call failed as it does when the store is away."""
     _prepared_before: set[DecisionKey] = field(default_factory=set)
     """Prepared through a backend before this one, which does not know their records."""
-    _opened_anew: bool = False
-    """The store may have come back without what it had not made durable."""
+    _decided_since: int = 0
+    """Decisions since the catalogue was looked at."""
     _renewing: threading.Lock = field(default_factory=threading.Lock)
 
     def for_controller(self) -> JobStore:
@@ -276,7 +284,6 @@ class JobStore:
             raise
         log.warning("opened %s anew: %s", self.path, why)
         self._prepared_before.update(self._prepared)
-        self._opened_anew = True
 
     def _learn(self, state: ev.StoreState) -> None:
         """Index the chunks of the newest epoch, to which the next ones may refer."""
@@ -359,19 +366,21 @@ class JobStore:
         return replace(found, at=record.at) == record
 
     @_asking
-    def prepare(self, effect: fx.PrepareEpoch, see: See) -> bytes:
+    def prepare(
+        self, effect: fx.PrepareEpoch, see: See, paths: Mapping[str, str] | None = None
+    ) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return.
 
-        ``see`` shows bytes of the members' leases, which last until the answer.
+        ``see`` shows bytes of the members' leases, which last until the answer. ``paths`` are the
+        paths of the store on other nodes, for messages. IntegrityError when a segment that the
+        epoch refers to is not whole in this store; StorageError when another node has just written
+        it: that node's path leads to another store.
         """
         merged = dedup.merge(effect.reports)
         check_replicas(effect.key.epoch, effect.reports, merged, see)
         manifest = self._build(effect, merged)
         backend = self.current()
-        for segment in manifest.segments:
-            # A store that came back may be an older copy of itself.
-            if not segment.own or self._opened_anew:
-                self._check_segment(segment.name, segment.bytes)
+        self._check_segments(backend, effect, manifest, paths or {})
         data = encode_manifest(manifest, self._packed_tables)
         backend.sync_folder("segments")
         backend.prepare(effect.key, data)
@@ -404,22 +413,66 @@ class JobStore:
             merged=merged,
         )
 
-    def _check_segment(self, name: str, size: int) -> None:
-        """A segment that the epoch refers to must still be there, whole."""
-        try:
-            there = self.backend.size("segments", name)
-        except (NotFound, IntegrityError):
-            there = -1
-        if there != size:
-            self.forget_chunks()
-            raise IntegrityError(
-                f"Segment {name}, to which this epoch refers, {_gone(there, size)}; save again: "
-                "its chunks are written anew.",
-                path=f"{self.path}/segments/{name}",
-            )
+    def _check_segments(
+        self,
+        backend: PosixBackend,
+        effect: fx.PrepareEpoch,
+        manifest: Manifest,
+        paths: Mapping[str, str],
+    ) -> None:
+        """Every segment that the epoch refers to must be in this store, whole.
 
-    def compare(self, effect: fx.CompareEpoch, committed: bytes) -> bool:
-        """The members' content is that of the committed epoch."""
+        One may be in a copy of the store that a node takes for it, or a store that came back may
+        be an older copy of itself. What another node has just made is looked for repeatedly:
+        network file systems show it late.
+        """
+        writers = {s.name: r.node for r in effect.reports for s in r.segments if s.own}
+        wanted = {s.name: s for s in manifest.segments}
+        until = time.monotonic() + LOOK_S
+        wait_s = LOOK_FIRST_S
+        while True:
+            sizes = backend.sizes("segments", wanted)
+            wrong = [s for s in wanted.values() if sizes[s.name] != s.bytes]
+            late = all(s.own and writers.get(s.name) != self.node for s in wrong)
+            if not wrong or not late or time.monotonic() + wait_s > until:
+                break
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LOOK_LAST_S)
+            wanted = {s.name: s for s in wrong}
+        if wrong:
+            segment = min(wrong, key=lambda s: s.own)
+            raise self._missing(segment, sizes[segment.name], writers.get(segment.name, ""), paths)
+
+    def _missing(
+        self, segment: SegmentRef, there: int, writer: str, paths: Mapping[str, str]
+    ) -> GroupIOError:
+        gone = "is gone" if there < 0 else f"has {there} bytes instead of {segment.bytes}"
+        path = f"{self.path}/segments/{segment.name}"
+        if not segment.own or writer == self.node:
+            self.forget_chunks()
+            return IntegrityError(
+                f"Segment {segment.name}, to which this epoch refers, {gone} in {self.path}; save "
+                "again: its chunks are written anew.",
+                path=path,
+                retry=Retry.WHOLE,
+            )
+        return StorageError(
+            f"Node {writer} wrote segment {segment.name} of this epoch to its store "
+            f"{paths.get(writer, self.path)}, and in the store {self.path} of the controller on "
+            f"node {self.node} it {gone}: one is a copy of the other, or another file system is "
+            "mounted. Let all nodes use the same file system, then save again.",
+            path=path,
+        )
+
+    @_asking
+    def compare(self, effect: fx.CompareEpoch) -> bool:
+        """The members' content is that of the committed epoch, by its own record.
+
+        IntegrityError or FormatError when that cannot be read.
+        """
+        self.renew()
+        with self._manifest(effect.key) as manifest:
+            committed = manifest.header.content_id
         return dedup.content_id(effect.reports, effect.world_size) == committed
 
     @_asking
@@ -466,12 +519,17 @@ class JobStore:
     def forget(self, key: DecisionKey) -> None:
         """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
         self._unheard.pop(key, None)
+        self._decided_since += 1
         try:
             self.renew()
             self.backend.delete("inflight", str(key))
+            if self._decided_since >= RECENT:
+                # Its members know of the decision: this is on nobody's way.
+                self._decided_since = 0
+                write_catalogue(self.backend, read_decisions(self.backend))
         except GroupIOError as error:
             self.doubt(error)
-            log.warning("the in-flight record of %s stays until recovery: %s", key, error)
+            log.warning("what is left of attempt %s stays until recovery: %s", key, error)
 
     def close(self) -> None:
         """Close the store; a later open finds it again."""
@@ -479,7 +537,3 @@ class JobStore:
             self._backend.close()
             self._backend = None
         self.known = KnownChunks()
-
-
-def _gone(there: int, size: int) -> str:
-    return "is gone" if there < 0 else f"has {there} bytes instead of {size}"

@@ -5,17 +5,15 @@ A damaged door hurts no epoch: it is derived, and ``groupio export --dcp`` makes
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from groupio.backend.doors import Doors
-from groupio.door.publish import RECORD
+from groupio.door.record import RECORD, read_record
 from groupio.door.side import EXTRA
 from groupio.errors import GroupIOError, StorageError
-from groupio.format.dcp_metadata import METADATA_NAME
 from groupio.model import EpochHeader
 
 BLOCK_BYTES = 4 << 20
@@ -29,7 +27,8 @@ class Flaw(NamedTuple):
     """One thing that is wrong with a door.
 
     ``kind`` is "missing", "truncated", "corrupt", "swapped" (sound, but of another write of the
-    epoch), or "unreadable"; ``path`` is the file or the directory.
+    epoch), "unreadable", or "unsealed" (its record has no digest of itself, which is no damage);
+    ``path`` is the file or the directory.
     """
 
     kind: str
@@ -53,19 +52,22 @@ def check_door(
     """
     path = f"{doors.path}/{name}"
     try:
-        raw = doors.read(name, RECORD)
-        if raw is None:
-            return [Flaw("missing", f"{path}/{RECORD}", "the record of the door is missing")]
-        write_id, files = _parse(raw)
+        record = read_record(doors, name)
     except StorageError as error:
         return [Flaw("unreadable", path, error.message)]
-    except (GroupIOError, ValueError, KeyError, TypeError, AttributeError):
-        return [Flaw("corrupt", f"{path}/{RECORD}", "the record of the door is damaged")]
-    if header is not None and write_id != header.write_id:
+    except GroupIOError as error:
+        return [Flaw("corrupt", f"{path}/{RECORD}", error.message)]
+    if record is None:
+        return [Flaw("missing", f"{path}/{RECORD}", "the record of the door is missing")]
+    if header is not None and not record.is_of(header):
         detail = f"it shows another write of epoch {name} than the one that is committed"
         return [Flaw("swapped", path, detail)]
     flaws = []
-    for file, (size, digest) in files.items():
+    if not record.is_sealed:
+        detail = "its record is of an earlier release and has no digest of itself"
+        flaws.append(Flaw("unsealed", f"{path}/{RECORD}", detail))
+    for file, row in record.files.items():
+        size, digest = row.bytes, bytes.fromhex(row.blake3)
         wanted = digest if read_data or not _has_chunks(file) else None
         count = progress if _has_chunks(file) else lambda _: None
         try:
@@ -77,16 +79,6 @@ def check_door(
         if found is not None:
             flaws.append(Flaw(found[0], f"{path}/{file}", found[1]))
     return flaws
-
-
-def _parse(raw: bytes) -> tuple[str, dict[str, tuple[int, bytes]]]:
-    """The write id of the epoch, and size and digest of each file."""
-    record: Any = json.loads(raw)
-    rows: Mapping[str, Any] = record["files"]
-    files = {str(f): (int(row["bytes"]), bytes.fromhex(row["blake3"])) for f, row in rows.items()}
-    if METADATA_NAME not in files:
-        raise KeyError(METADATA_NAME)
-    return str(record["write_id"]), files
 
 
 def _has_chunks(file: str) -> bool:

@@ -7,7 +7,6 @@ in it is derived from the epoch and can be made again.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from groupio.backend.doors import DoorFile, Doors
 from groupio.client.store_reader import StoreReader
 from groupio.door.contents import Contents, Shown, read_contents
 from groupio.door.pieces import Finder, Piece
+from groupio.door.record import RECORD, DoorFileRow, encode_record, read_record
 from groupio.door.side import Copies, Place, write_values
-from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
+from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound
 from groupio.format.dcp_metadata import METADATA_NAME, TensorEntry, ValueEntry, encode_metadata
 from groupio.format.frames import Frames
 from groupio.format.manifest import ManifestReader
@@ -28,11 +28,6 @@ from groupio.format.segment import SegmentReader
 from groupio.model import DecisionKey, EpochHeader
 
 log = logging.getLogger("groupio.door")
-
-RECORD = "groupio.json"
-"""The file of a door that says whose it is."""
-
-SCHEMA = "groupio/door/1"
 
 AWAIT_POLL_S = 0.1
 """How often it is looked whether another node has made a door."""
@@ -167,29 +162,23 @@ def has_door(doors: Doors, header: EpochHeader) -> bool:
     """
     name = str(header.epoch)
     try:
-        raw = doors.read(name, RECORD)
-        record = None if raw is None else json.loads(raw)
-        files = {file: row["bytes"] for file, row in record["files"].items()} if record else {}
+        record = read_record(doors, name)
+        if record is None or not record.is_of(header):
+            return False
         there = doors.sizes(name)
-        return (
-            record is not None
-            and record["write_id"] == header.write_id
-            and METADATA_NAME in files
-            and all(there.get(file) == size for file, size in files.items())
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, GroupIOError):
+    except GroupIOError:
         return False  # something else than a door of ours
+    return all(there.get(file) == row.bytes for file, row in record.files.items())
 
 
 def remove_other(doors: Doors, header: EpochHeader) -> None:
     """Remove the door with the epoch's number if it is that of another write of the epoch."""
     name = str(header.epoch)
     try:
-        raw = doors.read(name, RECORD)
-        other = raw is not None and json.loads(raw)["write_id"] != header.write_id
-    except (ValueError, KeyError, TypeError, StorageError):
+        record = read_record(doors, name)
+    except GroupIOError:
         return  # something else than a door of ours
-    if other:
+    if record is not None and not record.is_of(header):
         doors.remove(name)
 
 
@@ -205,16 +194,9 @@ def _write_rest(
     entries = [ValueEntry(name, place) for name, place in values.items()]
     _write_whole(create(METADATA_NAME), encode_metadata(tensors, entries, contents.paths))
     header = manifest.header
-    record = {
-        "schema": SCHEMA,
-        "key": str(DecisionKey(header.lineage, header.epoch, header.attempt)),
-        "write_id": header.write_id,
-        "files": {
-            name: {"bytes": file.size, "blake3": file.digest().hex()}
-            for name, file in files.items()
-        },
-    }
-    _write_whole(create(RECORD), json.dumps(record, indent=1).encode())
+    key = str(DecisionKey(header.lineage, header.epoch, header.attempt))
+    rows = {name: DoorFileRow(file.size, file.digest().hex()) for name, file in files.items()}
+    _write_whole(create(RECORD), encode_record(key, header.write_id, rows))
 
 
 def _write_whole(file: DoorFile, data: bytes) -> None:

@@ -155,6 +155,7 @@ class BackendSuite(abc.ABC):
         calls: list[Callable[[], object]] = [
             lambda: store.exists(EPOCHS, name),
             lambda: store.size(EPOCHS, name),
+            lambda: store.sizes(EPOCHS, [name]),
             lambda: store.read(EPOCHS, name),
             lambda: store.read_into(EPOCHS, name, 0, memoryview(bytearray(1))),
             lambda: store.reader(EPOCHS, name),
@@ -177,6 +178,7 @@ class BackendSuite(abc.ABC):
         assert store.list(INFLIGHT) == ["a", "b"]
         assert store.exists(INFLIGHT, "b")
         assert store.size(INFLIGHT, "b") == len(data)
+        assert store.sizes(INFLIGHT, ["b", "none"]) == {"b": len(data), "none": -1}
         assert store.read(INFLIGHT, "a") == b""
         assert store.read(INFLIGHT, "b") == data
         assert store.read(INFLIGHT, "b", 5, 300) == data[5:305]
@@ -194,6 +196,21 @@ class BackendSuite(abc.ABC):
         assert not store.put_if_absent(INFLIGHT, "x", b"third")
         assert store.read(INFLIGHT, "x") == b"first"
         assert store.list(INFLIGHT) == ["x"]
+
+    def test_identities_are_those_of_the_names(self, store: Backend) -> None:
+        """One listing tells a file from another that had its name before."""
+        for name in ("b", "a"):
+            store.put(EPOCHS, name, b"x", durable=False)
+        found = store.identities(EPOCHS)
+        assert list(found) == store.list(EPOCHS) == ["a", "b"]
+        assert found == store.identities(EPOCHS)
+        assert store.identities(SEGMENTS) == {}
+
+    def test_a_derived_file_is_replaced(self, store: Backend) -> None:
+        """The newest counts, whole."""
+        for data in (b"old and longer", b"new"):
+            store.replace(ROOT, "derived", data)
+            assert store.read(ROOT, "derived") == data
 
     def test_delete_is_idempotent(self, store: Backend) -> None:
         store.put(INFLIGHT, "x", b"data", durable=False)
