@@ -74,8 +74,8 @@ def adopt(here: Any, loaded: Any) -> Any:
     if isinstance(loaded, tuple) and isinstance(here, tuple):
         values = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
         values += loaded[len(here) :]
-        cls = type(here) if _same_fields(here, loaded) else type(loaded)
-        return cls._make(values) if is_named_tuple(cls) else tuple(values)  # type: ignore[attr-defined]
+        cls: Any = type(here) if _same_fields(here, loaded) else type(loaded)
+        return cls._make(values) if is_named_tuple(cls) else tuple(values)
     if type(here) is type(loaded) is list:
         loaded[: len(here)] = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
     elif isinstance(here, Mapping) and isinstance(loaded, dict):

@@ -51,7 +51,6 @@ def save(
     A DTensor is stored by its shards; ``Replicate`` declares equal bytes on all holders, and so
     does a name or glob pattern in ``replicated``: ReplicaDivergence when they differ. Undeclared
     tensors of one name are stored once where they are equal and kept per rank where they differ.
-
     Returns when the tensors may be overwritten (``wait_for="released"``), or at a higher level;
     what was saved are the bytes at the call. A failure of the group stands on the handle.
     ``handle.wait("durable")`` returns once the epoch survives a power cut. ``deadline_s`` bounds,
@@ -62,9 +61,8 @@ def save(
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
     their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors (InvalidInput on
-    the handle when they do not).
-
+    any other in the long run. With both, all holders have to save the same tensors, else the handle
+    has InvalidInput.
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
@@ -87,9 +85,8 @@ def save(
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
     client = client_for(store, members)
     _tell_earlier(client, members, on_error, deadline_s)
-    items = _Items(state_dict, sharing)
     handle = client._save(
-        items,
+        items := _Items(state_dict, sharing),
         epoch=step,
         deadline_s=deadline_s,
         replicated=replicated,

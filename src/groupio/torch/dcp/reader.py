@@ -403,8 +403,8 @@ def _hand_over(
     torch's own planner is not asked where it would put a second key beside one that is no str,
     ``"5"`` beside ``5``; nor does the value need to be pickled then.
     """
-    load_bytes = getattr(type(planner), "load_bytes", None)
-    if load_bytes is not DefaultLoadPlanner.load_bytes or not planner.flatten_state_dict:  # type: ignore[attr-defined]
+    own = isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict
+    if not own or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         planner.load_bytes(item, _pickled(value))
         return
     assert isinstance(planner, DefaultLoadPlanner)
