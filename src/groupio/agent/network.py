@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from groupio.agent.holdings import Holdings
@@ -18,6 +17,7 @@ from groupio.controller.gate import Gate, no_such_job
 from groupio.controller.host import Host
 from groupio.controller.keys import Keys
 from groupio.errors import GroupIOError, InvalidInput
+from groupio.exhaustion import ThreadPool
 from groupio.fabric.open import open_fabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
@@ -53,8 +53,8 @@ class Network:
         self.fabric = open_fabric(settings, self.listens_at, self.announced, token, driver.budget)
         self.reads = Reads(driver, self.holdings, self.fabric)
         self.fabric_address = self._serve()
-        self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        self.orders = ThreadPoolExecutor(ORDER_THREADS, "order", initializer=yield_to_others)
+        self.fetching = ThreadPool(FETCH_THREADS, "fetch")
+        self.orders = ThreadPool(ORDER_THREADS, "order", initializer=yield_to_others)
         self.hosts: dict[str, Host] = {}
         self._gates: dict[int, Gate] = {}
         self._port = port
