@@ -101,6 +101,8 @@ class Job:
             self.joining.leave()
         if self.host is not None:
             self.host.hang_up("its agent leaves the job")
+        if self.joining is not None:
+            self.joining.shut()
 
     def end(self) -> None:
         """Close the store and end the threads; takes as long as what they are at. Any thread."""
