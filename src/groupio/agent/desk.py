@@ -138,6 +138,7 @@ class Desk:
             job=hello.job,
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
+            has_saved=hello.has_saved,
             node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
@@ -185,6 +186,9 @@ class Desk:
             metadata=message.metadata,
             door=message.door,
             replicas=hello.replicas if job.joining is not None else 1,
+            resumed_from=message.resumed_from,
+            begin_after=message.begin_after,
+            side=message.side,
         )
         self._driver.tell_machine(
             ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout, opened)

@@ -296,7 +296,7 @@ class Driver:
 
     def parted(self, peer: Peer) -> None:
         """The client said that it writes to no lease any more, and that it leaves."""
-        peer.fenced = True
+        peer.fenced = peer.closed = True
         self._member_gone(peer)
 
     def _broke_off(self, peer: Peer) -> None:
@@ -327,7 +327,7 @@ class Driver:
         if self.network is not None:
             self.network.reads.client_left(peer.client, fenced=fenced)
         if peer.job is not None:
-            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone))
+            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone, peer.closed))
         self.tell_machine(ev.MemberGone(peer.client, fenced))
 
     def _forget_if_over(self, peer: Peer) -> None:

@@ -284,6 +284,7 @@ class Connection:
             if level is Level.DURABLE and save is not None and not save.handle._awaits_door():
                 del self._saves[reached.save_id]
         if save is not None:
+            save.note(reached.notes)
             save.handle._reach(
                 level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes
             )
