@@ -43,7 +43,8 @@ def main() -> int:
         setattr(os, name, failing(name, getattr(os, name)))
     arena.map_shared = failing("map_shared", arena.map_shared)
     MemberArena.punch = failing("punch", MemberArena.punch)  # type: ignore[method-assign]
-    threading.Thread.start = failing("thread", threading.Thread.start)  # type: ignore[method-assign]
+    start = failing("thread", threading.Thread.start)
+    threading.Thread.start = start  # type: ignore[method-assign]
     settings = json.dumps(dataclasses.asdict(Settings.from_env()))
     return agent.main(["--settings", settings, "--foreground"])
 
