@@ -148,6 +148,8 @@ def _load(
             council.deadline_s = READ_S
             choice = council.decide(job.opinion(job.fill, choice), chooser.next)
             if not choice["again"]:
+                key = DecisionKey(*choice["key"])
+                client._origin.loaded(key if key.epoch == step else None)
                 return job.finish(choice)
 
 

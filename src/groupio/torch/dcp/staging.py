@@ -109,7 +109,9 @@ class Staging:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def copy(self, client: Callable[[], groupio.Client], deadline_s: float) -> None:
+    def copy(
+        self, client: Callable[[], groupio.Client], deadline_s: float, rewind_to: int | None
+    ) -> None:
         """Hand everything over; returns when the state dict may change. Never raises an error."""
         try:
             if not self._named.wait(NAME_S):
@@ -120,7 +122,12 @@ class Staging:
             if self.error is None:
                 assert self._epoch is not None
                 self.handle = client()._save(
-                    Lazy(self._items), epoch=self._epoch, deadline_s=deadline_s, door="dcp"
+                    Lazy(self._items),
+                    epoch=self._epoch,
+                    deadline_s=deadline_s,
+                    door="dcp",
+                    rewind_to=rewind_to,
+                    side="dcp",
                 )
         except GroupIOError as error:
             self.error = self.error or error
