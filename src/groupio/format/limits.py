@@ -97,6 +97,9 @@ FRAME_KINDS_BYTES_MAX = 1 << 26
 FRAMES_BYTES_MAX = 1 << 28
 """Largest frames region of one file, in bytes."""
 
+INDEX_BYTES_MAX = 48 * CHUNKS_MAX + 20 * FRAMES_MAX + FRAME_KINDS_BYTES_MAX + (1 << 16)
+"""Largest index of a segment, in bytes."""
+
 TABLE_BYTES_MAX = 1 << 28
 """Largest table of a manifest (segments, members, blocks) when unpacked, in bytes."""
 
