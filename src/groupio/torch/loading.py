@@ -44,6 +44,7 @@ from groupio.torch.members import Council, Members, find_members
 from groupio.torch.report import LoadReport, SkippedEpoch
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
+from groupio.torch.tensors import check_no_fake_mode
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
@@ -90,6 +91,7 @@ def load(
     dicts from ``torch.distributed.checkpoint.state_dict.get_state_dict`` and hand them back with
     ``set_state_dict``.
     """
+    check_no_fake_mode("groupio.torch.load")
     members = find_members(process_group)
     council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
 

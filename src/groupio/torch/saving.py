@@ -21,7 +21,14 @@ from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
-from groupio.torch.tensors import PLAIN_TENSORS, Placed, all_plain, local_part, plain_part
+from groupio.torch.tensors import (
+    PLAIN_TENSORS,
+    Placed,
+    all_plain,
+    check_no_fake_mode,
+    local_part,
+    plain_part,
+)
 
 ON_ERROR = ("log", "warn", "raise")
 
@@ -68,7 +75,6 @@ def save(
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
     waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
     ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
-
     After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
     begins a new lineage there and abandons later epochs, once all other incarnations have ended.
     ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
@@ -81,6 +87,7 @@ def save(
     """
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
+    check_no_fake_mode("groupio.torch.save")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
     client = client_for(store, members)
