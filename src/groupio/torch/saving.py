@@ -13,6 +13,7 @@ import torch.distributed as dist
 from groupio.client.arguments import check_deadline
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.client.values import Part
 from groupio.errors import InvalidInput, from_wire, to_wire
 from groupio.format.structure import STRUCTURE, part_name
@@ -39,6 +40,7 @@ def save(
     verify_replicas: str = "full",
     rewind_to: int | None = None,
     on_error: str = "log",
+    part: str | None = None,
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
@@ -78,13 +80,15 @@ def save(
     (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
+    ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
+
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    client = client_for(store, members)
+    client = client_for(part_store(store, part), members)
     _tell_earlier(client, members, on_error, deadline_s)
     return client._save(
         _Items(state_dict, sharing),
