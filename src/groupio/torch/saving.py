@@ -62,15 +62,13 @@ def save(
     byte is compared. With "off" the holders divide tensors of 1 MiB and more evenly among each
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
-    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors (InvalidInput on
-    the handle when they do not).
+    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and any
+    other in the long run. With both, all holders have to save the same tensors, else InvalidInput.
 
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
-    waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
-    ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
+    waits for it too, at most a minute. Where it cannot be made ``handle.times.notes`` says why.
 
     After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
     begins a new lineage there and abandons later epochs, once all other incarnations have ended.
@@ -81,7 +79,6 @@ def save(
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
     ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
-
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     if not isinstance(dcp_door, bool):
