@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
-from groupio.errors import GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.errors import AgentLost, GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.exhaustion import NO_DESCRIPTOR, why
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -34,10 +35,24 @@ class Desk:
         """Handle one message; what a broken client sends never hurts another."""
         try:
             self._take(peer, message)
-        except InvalidInput as error:
-            log.warning("client of process %d: %s", peer.pid, error)
-            self._driver.send(peer, msg.Refused(to_wire(error)))
-            self._driver.disconnect(peer)
+        except GroupIOError as error:
+            self._turn_away(peer, error)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            self._turn_away(peer, self.crowded(error))
+
+    def _turn_away(self, peer: Peer, error: GroupIOError) -> None:
+        log.warning("client of process %d: %s", peer.pid, error)
+        self._driver.send(peer, msg.Refused(to_wire(error)))
+        self._driver.disconnect(peer)
+
+    def crowded(self, error: OSError) -> AgentLost:
+        """Why no further client can be served."""
+        return AgentLost(
+            f"the agent cannot take another client: {why(error)}",
+            log=str(self._driver.residence.paths.log),
+        )
 
     def _take(self, peer: Peer, message: Any) -> None:
         if isinstance(message, msg.Hello):
