@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from groupio.backend.base import (
     EPOCHS,
     FOLDERS,
+    MARK_BYTES_MAX,
     PREPARED,
     ROOT,
     SEGMENTS,
@@ -38,13 +40,15 @@ from groupio.backend.records import (
     TEMPORARY,
     FileId,
     Placer,
+    PosixReader,
     find,
+    open_regular,
     remove_quietly,
     write_temporary,
 )
 from groupio.backend.segments import BUFFERED, PosixSegment
 from groupio.backend.tree import PosixTree, store_path
-from groupio.errors import GroupIOError, NotFound, Outcome, StorageError
+from groupio.errors import GroupIOError, InvalidInput, NotFound, Outcome, StorageError
 from groupio.format import records as format_records
 from groupio.format.limits import STORE_FORMAT
 from groupio.model import PAGE_BYTES
@@ -55,6 +59,9 @@ if TYPE_CHECKING:
 
 _STORE_RECORD_LIMIT = 1 << 20
 """Bytes read of a store record; a real one has a few hundred, more is damage."""
+
+_MARK = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{24}")
+"""The names that :func:`write_temporary` makes."""
 
 _PREPARED_LIMIT = 64
 """Prepared records remembered at once; a few epochs are ever in flight."""
@@ -314,6 +321,32 @@ class PosixBackend(PosixTree):
             where.sync(force=not placed, outcome=Outcome.UNKNOWN)
         return placed
 
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before."""
+        name, _ = write_temporary(self._writable(folder), data, self._modes, durable=False)
+        return name
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet)."""
+        _check_mark(name)
+        path = self._where(folder, name)
+        try:
+            fd, status = open_regular(self._folder(folder), name)
+        except FileNotFoundError:
+            return None
+        with PosixReader(fd, status.st_size, path) as reader:
+            return reader.read(0, min(reader.size, MARK_BYTES_MAX))
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
+        _check_mark(name)
+        try:
+            os.unlink(name, dir_fd=self._folder(folder).fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(error, self._where(folder, name), "remove") from error
+
     def prepare(self, key: DecisionKey, data: bytes) -> None:
         """Write the record that :meth:`commit_prepared` makes the decision; its bytes are durable.
 
@@ -417,6 +450,11 @@ class PosixBackend(PosixTree):
                         remove_quietly(self._folder(folder), name)
                         count += 1
         return count
+
+
+def _check_mark(name: str) -> None:
+    if not _MARK.fullmatch(name):
+        raise InvalidInput(f"{name[:80]!r} is not the name of a mark in a store")
 
 
 def _corresponds(mine: Folder, root: Folder, old: Folder, old_root: Folder) -> bool:

@@ -6,7 +6,7 @@ with their next epoch: all would miss each other from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from groupio.errors import GroupIOError
@@ -41,13 +41,21 @@ class Missed:
             assert group.error is not None
             self._remember(group.epoch, _Try(group.error, set(group.seats), set()))
 
-    def refused(self, opens: Iterable[ev.MemberOpened], error: GroupIOError) -> None:
-        """The store refused all that waited for it: remember it for the rest of their groups."""
+    def refused(
+        self,
+        opens: Iterable[ev.MemberOpened],
+        error: GroupIOError,
+        seated: Mapping[int, set[int]] | None = None,
+    ) -> None:
+        """The store refused these that waited for it: remember it for the rest of their groups.
+
+        ``seated`` are ranks that know it too, by epoch: their groups were given up with it.
+        """
         waited: dict[int, list[ev.MemberOpened]] = {}
         for opened in opens:
             waited.setdefault(opened.epoch, []).append(opened)
         for epoch, of_epoch in waited.items():
-            ranks = {opened.rank for opened in of_epoch}
+            ranks = {opened.rank for opened in of_epoch} | (seated or {}).get(epoch, set())
             if len(ranks) < of_epoch[0].world_size:
                 clients = {opened.client for opened in of_epoch}
                 self._remember(epoch, _Try(error, ranks, clients))

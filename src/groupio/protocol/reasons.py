@@ -133,6 +133,17 @@ def stale(epoch: int, newest: int) -> StaleEpoch:
     )
 
 
+def other_view(node: str, its: str, ours: str) -> StorageError:
+    """The node does not see what the controller writes, or the other way round."""
+    return StorageError(
+        f"The store {its} of node {node} is not the store {ours} of the job's controller, although "
+        "both have the same id: a file that one of them made is not there, or differs, for the "
+        "other. One store is a copy, or another file system is mounted there; let all nodes use "
+        "the same file system, then save again.",
+        path=its,
+    )
+
+
 def lost_peers(epoch: int, gone: tuple[int, ...]) -> GroupAborted:
     """Members that the group needs will never come."""
     return GroupAborted(
