@@ -280,13 +280,13 @@ class Controller(AgentsOfJob):
 
     def _on_gone(self, event: ev.MemberGone) -> list[fx.Effect]:
         away = self.presence.lose(event.client, process_gone=event.process_gone)
+        self.missed.lose(event.client)
         known = self._clients.get(event.client)
         if known is None:
             return [] if away is None else self._watch(away)
         known.alive = False
         known.process_gone = known.process_gone or event.process_gone
         how = "ended" if event.process_gone else "closed its connection"
-        self.missed.lose(event.client)
         effects = self.waiting.lose(event.client)
         touched = []
         for group in self.groups.values():

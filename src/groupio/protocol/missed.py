@@ -27,6 +27,8 @@ class _Try:
     clients: set[str]
     """Members that the store refused, maybe before there was an incarnation: it is over when one
     of them is gone."""
+    launch_id: str | None = None
+    """Their launch of the job."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Missed:
             ranks = {opened.rank for opened in of_epoch} | (seated or {}).get(epoch, set())
             if len(ranks) < of_epoch[0].world_size:
                 clients = {opened.client for opened in of_epoch}
-                self._remember(epoch, _Try(error, ranks, clients))
+                self._remember(epoch, _Try(error, ranks, clients, of_epoch[0].launch_id))
 
     def _remember(self, epoch: int, over: _Try) -> None:
         self._tries[epoch] = over
@@ -77,6 +79,10 @@ class Missed:
         """A client is gone: whoever comes now may belong to the next life of the job."""
         self._tries = {e: over for e, over in self._tries.items() if client not in over.clients}
 
-    def forget(self) -> None:
-        """A new incarnation begins: it missed no group."""
-        self._tries = {e: over for e, over in self._tries.items() if over.clients}
+    def forget(self, launch_id: str | None) -> None:
+        """A new incarnation of this launch begins: it missed no group of another one."""
+        self._tries = {
+            e: over
+            for e, over in self._tries.items()
+            if over.clients and over.launch_id == launch_id
+        }
