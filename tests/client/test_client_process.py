@@ -197,12 +197,72 @@ def test_a_place_that_cannot_be(rank: Any, world: Any, environ: dict[str, str], 
         launch.find_place(rank, world, environ)
 
 
-def test_a_launch_is_told_from_the_next() -> None:
-    torchrun = {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"}
-    first = launch.launch_id(torchrun | {"TORCHELASTIC_RESTART_COUNT": "0"})
-    second = launch.launch_id(torchrun | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert first != second
-    assert launch.launch_id({"MASTER_PORT": "29500"}) is None
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "MASTER_PORT": "29500",
+}
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prte@1"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "of_a_rank"),
+    [
+        (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1", "GROUP_RANK": "1"}),
+        (SLURM, {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}),
+        (TORCHRUN, {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "4", "PMIX_NAMESPACE": "other"}),
+    ],
+)
+def test_all_ranks_of_a_launch_see_one_id(
+    launcher: dict[str, str], of_a_rank: dict[str, str]
+) -> None:
+    assert launch.launch_id(launcher) == launch.launch_id(launcher | of_a_rank) is not None
+
+
+@pytest.mark.parametrize(
+    ("launcher", "of_the_next"),
+    [
+        (TORCHRUN, {"MASTER_PORT": "29501"}),
+        (TORCHRUN, {"TORCHELASTIC_RUN_ID": "again"}),
+        (SLURM, {"SLURM_STEP_ID": "1"}),
+        (SLURM, {"SLURM_JOB_ID": "72"}),
+        (SLURM, {"SLURM_RESTART_COUNT": "1"}),
+        (OPEN_MPI, {"PMIX_NAMESPACE": "prte@2"}),
+    ],
+)
+def test_a_launch_is_told_from_the_next(
+    launcher: dict[str, str], of_the_next: dict[str, str]
+) -> None:
+    assert launch.launch_id(launcher) != launch.launch_id(launcher | of_the_next)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"},
+        {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
+        SLURM | {"SLURM_HET_SIZE": "2"},
+        {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    ],
+)
+def test_where_no_id_is_seen_alike_there_is_none(environ: dict[str, str]) -> None:
+    assert launch.launch_id(environ) is None
+
+
+def test_ranks_numbered_by_hand_have_no_id_of_a_launcher(
+    agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch script's variables would otherwise count for the one rank whose numbers match."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with groupio.connect(tmp_path / "store", rank=0, world_size=2) as client:
+        assert client._launch_id is None
+    with groupio.connect(tmp_path / "store") as client:
+        assert client._launch_id == "slurm:71.0:0"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from groupio.backend.base import read_record
+from groupio.backend.base import RECORD_BYTES_MAX, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, Modes, check_name, make_folder, open_folder
 from groupio.backend.records import PosixReader, find, open_regular, rename_with, write_all
@@ -164,7 +164,7 @@ class Doors:
         """The names of the doors, ascending; [] when none was ever made."""
         return [name for name in self._names() if not name.startswith(".")]
 
-    def read(self, name: str, file: str, bytes_max: int) -> bytes | None:
+    def read(self, name: str, file: str, bytes_max: int = RECORD_BYTES_MAX) -> bytes | None:
         """The bytes of one file of a door, or None when the door or the file is not there.
 
         IntegrityError, with nothing read, when it has more than ``bytes_max`` bytes.

@@ -43,6 +43,7 @@ from groupio.backend.records import (
     PosixReader,
     find,
     open_regular,
+    private_file,
     remove_quietly,
     write_temporary,
 )
@@ -347,6 +348,25 @@ class PosixBackend(PosixTree):
         except OSError as error:
             raise storage_error(error, self._where(folder, name), "remove") from error
 
+    def replace(self, folder: str, name: str, data: bytes) -> None:
+        """Write a derived file in the place of an older one, whole or not at all.
+
+        Its bytes are durable on return, its name is not.
+        """
+        self._rename_new(self._writable(folder), check_name(name), data)
+
+    def _rename_new(self, folder: Folder, name: str, data: bytes) -> FileId:
+        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
+        try:
+            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except OSError as error:
+            path = os.path.join(folder.path, name)
+            full = storage_error(error, path, "create", near=folder.fd)
+            remove_quietly(folder, temporary)
+            raise full from error
+        folder.entry_made()
+        return identity
+
     def prepare(self, key: DecisionKey, data: bytes) -> None:
         """Write the record that :meth:`commit_prepared` makes the decision; its bytes are durable.
 
@@ -354,14 +374,7 @@ class PosixBackend(PosixTree):
         decision makes it so: it is flushed once, and before that nothing survives the node.
         """
         name, folder = check_name(str(key)), self._writable(PREPARED)
-        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
-        try:
-            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-        except OSError as error:
-            full = storage_error(error, self._where(PREPARED, name), "create", near=folder.fd)
-            remove_quietly(folder, temporary)
-            raise full from error
-        folder.entry_made()
+        identity = self._rename_new(folder, name, data)
         if not self._node_local:
             folder.sync()
         with self._lock:
@@ -421,6 +434,14 @@ class PosixBackend(PosixTree):
         except OSError as error:
             raise storage_error(error, segments.path, "look at") from error
         return Modes(mode & 0o666, mode, exact=True)
+
+    def private_file(self, folder: str, name: str, data: bytes) -> bytes:
+        """The bytes of a file that only this user can read, made with ``data`` if absent.
+
+        Its mode is 0600, whatever the modes of the store. :class:`NotPrivate` where the store
+        cannot keep it so, or it is another user's.
+        """
+        return private_file(self._writable(folder), check_name(name), data)
 
     @property
     def is_sound(self) -> bool:

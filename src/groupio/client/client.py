@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,8 +17,10 @@ from groupio.client import arguments, launch, living
 from groupio.client.address import recorded_job, store_address
 from groupio.client.again import Again
 from groupio.client.connection import Connection
+from groupio.client.failures import Failures
 from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
+from groupio.client.lineage import Origin
 from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
     AgentLost,
@@ -96,7 +98,9 @@ def unconnected(
     name = job or recorded_job(path) or os.path.basename(path) or "root"
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
-    return Client(path, name, place, rewind, chosen, where)
+    # Variables of a launcher say nothing of ranks that were numbered by hand.
+    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
+    return Client(path, name, place, rewind, chosen, where, launched)
 
 
 class Client:
@@ -114,6 +118,7 @@ class Client:
         rewind_to: int | None,
         settings: Settings,
         where: Where,
+        launch_id: str | None,
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
@@ -127,7 +132,9 @@ class Client:
         """Records that the last ``epochs()`` could not read: their names, and why."""
         self._where = where
         self._rewind_to = rewind_to
-        self._launch_id = launch.launch_id(os.environ)
+        self._launch_id = launch_id
+        self._origin = Origin()
+        self._has_saved = False
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False
@@ -136,6 +143,7 @@ class Client:
         self._connections: list[Connection] = []
         self._packer: Packer | None = None
         self._intervals = Intervals(lambda: self._connections)
+        self._failures = Failures(self.rank, path)
         living.add(self)
 
     def __repr__(self) -> str:
@@ -182,8 +190,15 @@ class Client:
         STAGED. ``when_full`` says what to do while there is no room in memory: wait, skip this
         epoch, or fail. ``metadata`` is a small dict kept with the epoch.
 
+        Epochs grow along a lineage. When all members have loaded the same older epoch by its
+        number, have saved nothing since, and save next an epoch that is not newer than the
+        latest, a new lineage begins after the loaded one, if every other incarnation of the job
+        has ended: a warning and a note in ``handle.times.notes`` name both. Members that differ
+        get InvalidInput. Anything else that is too old is StaleEpoch.
+
         Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
-        wrong stands on the handle; nothing is durable before its ``durable`` time is set.
+        wrong stands on the handle; nothing is durable before its ``durable`` time is set. An
+        error that is not read there is logged, noted on the next handle, and summed up by close.
         """
         return self._save(
             items,
@@ -206,11 +221,17 @@ class Client:
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
         door: str = "",
+        rewind_to: int | None = None,
+        side: str = "core",
     ) -> SaveHandle:
-        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp")."""
+        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
+
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
+        """
         called_at = time.monotonic()
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
+        after = arguments.check_rewind(rewind_to, step)
         deadline_s = arguments.check_deadline(deadline_s)
         level = as_level(wait_for)
         arguments.check_when_full(when_full)
@@ -231,10 +252,16 @@ class Client:
                 when_full=when_full,
                 metadata=kept,
                 door=door,
+                resumed_from=self._origin.now(),
+                begin_after=after,
+                side=side,
             )
 
         one_node = self._where.kind is Kind.LOCAL
-        handle = SaveHandle(step, called_at, self.settings.replicas, one_node=one_node)
+        handle = SaveHandle(
+            step, called_at, self.settings.replicas, one_node=one_node, failures=self._failures
+        )
+        handle._add_notes(self._failures.report())
         if door:
             handle._expect_door()
         packer = self._get_packer()
@@ -243,15 +270,14 @@ class Client:
         except InvalidInput as error:
             self._withdraw(opening(packer.pack({}, ())), error)
             raise
+        self._failures.began(step)
         if level is Level.REPLICATED and self.settings.replicas > 1 and one_node:
             handle._fail(unreachable(step, self.settings.replicas))
             return handle
         self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
         if level is not Level.RELEASED:
-            try:
-                handle.wait(level)
-            except GroupIOError:
-                pass  # it stands on the handle, where the caller looks
+            with suppress(GroupIOError):  # it stands on the handle, where the caller looks
+                handle._wait(level)
         return handle
 
     def _run(
@@ -267,6 +293,8 @@ class Client:
                 # From the first commit on, this client follows the new line.
                 handle.add_done_callback(Level.DURABLE, self._end_rewind)
             connection.add(save)
+            self._origin.saving(handle)
+            self._has_saved = True
         except GroupIOError as error:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
@@ -429,7 +457,7 @@ class Client:
         for connection in self._connections:
             for save in connection.saves():
                 try:
-                    save.handle.wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
+                    save.handle._wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
                 except GroupIOError:
                     pass  # it stands on the handle
             connection.close(
@@ -441,6 +469,22 @@ class Client:
             )
         self._connections = []
         living.remove(self)
+        self._failures.close()
+
+    def _leave_if_idle(self) -> bool:
+        """Leave the agent unless something is under way; the next call connects again."""
+        if not self._connecting.acquire(blocking=False):
+            return False
+        try:
+            if any(connection.is_busy for connection in self._connections):
+                return False
+            idle, self._connections = self._connections, []
+        finally:
+            self._connecting.release()
+        for connection in idle:
+            connection.close(AgentLost("the client left the agent meanwhile; call again"))
+        living.remove(self)
+        return True
 
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
@@ -456,6 +500,7 @@ class Client:
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
+            living.add(self)
             self._intervals.greet(connection)
             return connection
         finally:
@@ -478,6 +523,7 @@ class Client:
             said=self._where.is_said,
             hosts=self._where.is_here,
             gave_up=self._again.epochs,
+            has_saved=self._has_saved,
         )
 
     def _check_usable(self, what: str) -> None:

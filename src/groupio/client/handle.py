@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from groupio.errors import (
     GroupIOError,
@@ -18,6 +18,9 @@ from groupio.errors import (
     WaitTimeout,
 )
 from groupio.model import Level, Timeline
+
+if TYPE_CHECKING:
+    from groupio.client.failures import Failures
 
 log = logging.getLogger("groupio.client")
 
@@ -40,12 +43,19 @@ STAGED < REMOTE < DURABLE."""
 class SaveHandle:
     """One save of one member: where it stands, and why it failed if it did.
 
-    A failed save never raises out of ``Client.save``; it stands here. All methods may be called
-    from any thread. A handle belongs to the process that saved.
+    A failed save never raises out of ``Client.save``; it stands here. An error that is read
+    neither here nor through :meth:`wait` is logged. All methods may be called from any thread.
+    A handle belongs to the process that saved.
     """
 
     def __init__(
-        self, epoch: int, called_at: float, replicas: int = 1, *, one_node: bool = True
+        self,
+        epoch: int,
+        called_at: float,
+        replicas: int = 1,
+        *,
+        one_node: bool = True,
+        failures: Failures | None = None,
     ) -> None:
         """Made by ``Client.save``; ``called_at`` is a reading of ``time.monotonic``."""
         self._epoch = epoch
@@ -61,6 +71,9 @@ class SaveHandle:
         self._arrivals: tuple[float | None, float | None] = (None, None)
         self._notes: tuple[str, ...] = ()
         self._error: GroupIOError | None = None
+        self._was_read = False
+        """Whether the caller has read the error."""
+        self._failures = failures
         self._callbacks: list[tuple[Level, Callable[[SaveHandle], Any]]] = []
         self._listener: threading.Thread | None = None
         self._door_pending = False
@@ -76,7 +89,10 @@ class SaveHandle:
     def error(self) -> GroupIOError | None:
         """Why the save failed; None while it has not. A skipped save has not failed."""
         with self._condition:
-            return None if self._is_skipped() else self._error
+            if self._error is None or self._is_skipped():
+                return None
+            self._was_read = True
+            return self._error
 
     @property
     def skipped(self) -> bool:
@@ -141,6 +157,15 @@ class SaveHandle:
         ``timeout_s`` it waits as long as the agent lives. A save that asked for a door waits for
         that too once it is DURABLE, at most DOOR_WAIT_S; without a door the notes say why.
         """
+        try:
+            return self._wait(level, timeout_s)
+        except GroupIOError as error:
+            if error is self._error:
+                self._was_read = True
+            raise
+
+    def _wait(self, level: str, timeout_s: float | None = None) -> Timeline:
+        """As :meth:`wait`; an error that it raises does not count as read by the caller."""
         wanted = as_level(level)
         if timeout_s is not None and not timeout_s >= 0:
             raise InvalidInput(f"timeout_s={timeout_s!r} must be 0 or more, or None")
@@ -243,18 +268,27 @@ class SaveHandle:
         with self._condition:
             if self._error is not None and level is not Level.DURABLE:
                 return
+            had_failed = self._error is not None and not self._is_skipped()
             if level is Level.DURABLE:
                 # A commit that was found after all outweighs an error of the way to it.
                 self._error = None
+            is_first = level not in self._reached
             self._reached.setdefault(level, at)
             if first_arrival is not None:
                 self._arrivals = (first_arrival, last_arrival)
             self._notes += tuple(note for note in notes if note not in self._notes)
             due = [fn for wanted, fn in self._callbacks if self._amounts_to(wanted)]
             self._callbacks = [c for c in self._callbacks if not self._amounts_to(c[0])]
+            if level is Level.DURABLE and is_first and self._failures is not None:
+                self._failures.durable(self, after_failure=had_failed)
             self._condition.notify_all()
         for fn in due:
             self._call(fn)
+
+    def _add_notes(self, notes: Iterable[str]) -> None:
+        """What the caller should know of the save, from who made its items."""
+        with self._condition:
+            self._notes += tuple(note for note in notes if note not in self._notes)
 
     def _amounts_to(self, level: Level) -> bool:
         one = level is Level.REPLICATED and self._replicas == 1
@@ -272,6 +306,8 @@ class SaveHandle:
             self._error = error
             due = [fn for _, fn in self._callbacks]
             self._callbacks = []
+            if self._failures is not None and not self._is_skipped():
+                self._failures.failed(self)
             self._condition.notify_all()
         for fn in due:
             self._call(fn)

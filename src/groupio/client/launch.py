@@ -75,11 +75,37 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[tuple[str, str], int, in
 
 
 def launch_id(environ: Mapping[str, str]) -> str | None:
-    """What tells one launch of the job from the next, under torchrun; None elsewhere."""
+    """An id of this launch of the job that all of its ranks see alike; None where there is none.
+
+    Only of the launcher that gives rank and world size: variables of another one may be inherited
+    by some of the ranks. What is counted per node or per process (TORCHELASTIC_RESTART_COUNT, the
+    ids of a heterogeneous Slurm job) differs between members of one launch and does not belong
+    here. A restart may keep the id: the controller then sees that processes were replaced.
+    """
+    for names, find_id in _LAUNCH_IDS.items():
+        if all(name in environ for name in names):
+            return find_id(environ)
+    return None
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> str | None:
     run = environ.get("TORCHELASTIC_RUN_ID")
-    if run is None:
+    # Static rendezvous calls every run "none"; the port tells launches on one host apart, and a
+    # dynamic rendezvous agrees on a new one for each restart.
+    return None if run is None else f"{run}:{environ.get('MASTER_PORT', '')}"
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str | None:
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+    if job is None or step is None or any(name.startswith("SLURM_HET_") for name in environ):
         return None
-    parts = [run, environ.get("TORCHELASTIC_RESTART_COUNT", "")]
-    # Static rendezvous calls every run "none"; the port tells launches on one host apart.
-    parts.append(environ.get("MASTER_PORT", ""))
-    return ":".join(parts)
+    # A job that is requeued keeps its number, and counts its steps from 0 again.
+    return f"slurm:{job}.{step}:{environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _of_open_mpi(environ: Mapping[str, str]) -> str | None:
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    return f"ompi:{job}" if job else None
+
+
+_LAUNCH_IDS = dict(zip(_LAUNCHERS, (_of_torchrun, _of_slurm, _of_open_mpi), strict=True))

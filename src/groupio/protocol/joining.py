@@ -72,9 +72,8 @@ class AgentsOfJob(Lives):
             known = self._clients.get(arrived.client)
             if known is not None and known.node_lost:
                 known.alive, known.node_lost = True, False
-            arrived = msgspec.structs.replace(arrived, node=event.node)
-            if self.presence.arrive(arrived):
-                effects += self._watch(arrived.rank)
+                known.gone_at = 0
+            effects += self._on_arrived(msgspec.structs.replace(arrived, node=event.node))
         return effects
 
     def _reopen(self, opened: ev.MemberOpened) -> list[fx.Effect]:
@@ -189,8 +188,7 @@ class AgentsOfJob(Lives):
         known = self._clients.get(client)
         if known is not None:
             known.alive, known.node_lost = False, True
-            if self._current(client) is None:
-                del self._clients[client]
+            known.gone_at = known.gone_at or self.presence.moment
         return self.waiting.lose(client)
 
     # -- resuming ---------------------------------------------------------

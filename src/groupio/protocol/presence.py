@@ -92,6 +92,24 @@ class Presence:
                 del self._persons[old.arrived.client]
         return True
 
+    @property
+    def moment(self) -> int:
+        """Counts arrivals and losses of clients."""
+        return self._moment
+
+    def came(self, client: str) -> int:
+        """The moment at which the process of this client came; 0 when that is not known."""
+        person = self._persons.get(client)
+        return 0 if person is None else person.number
+
+    def until(self, moment: int, life: Life) -> list[ev.ClientArrived]:
+        """The clients of this life that are connected and had come by ``moment``."""
+        return [
+            p.arrived
+            for p in self._persons.values()
+            if p.number <= moment and not p.lost and life.includes(p.arrived)
+        ]
+
     def on_node(self, node: str) -> list[ev.ClientArrived]:
         """The clients that are connected to this node's agent."""
         return [p.arrived for p in self._persons.values() if p.arrived.node == node and not p.lost]

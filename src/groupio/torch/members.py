@@ -77,8 +77,12 @@ class Council:
     Every member makes one for the same occasion, in the same order.
     """
 
-    def __init__(self, members: Members, occasion: str, deadline_s: float) -> None:
+    def __init__(
+        self, members: Members, occasion: str, deadline_s: float, again: str = "load"
+    ) -> None:
+        """``again`` is the call that errors advise to repeat."""
         self.members = members
+        self._again = again
         self.deadline_s = deadline_s
         """How long the next decision may wait for the slowest member, in seconds."""
         self.alone = not members.group or members.world_size == 1
@@ -156,7 +160,7 @@ class Council:
         if waiting:
             raise GroupTimeout(
                 f"ranks {waiting} did not answer within {self.deadline_s:.0f} s; see what became "
-                "of them, then load again on all ranks",
+                f"of them, then {self._again} again on all ranks",
                 missing=waiting,
                 outcome=Outcome.UNKNOWN,
             )
@@ -168,7 +172,7 @@ class Council:
             return verdict
         raise GroupTimeout(
             f"rank 0 did not answer within {self.deadline_s + VERDICT_MARGIN_S:.0f} s; see what "
-            "became of it, then load again on all ranks",
+            f"became of it, then {self._again} again on all ranks",
             missing=[0],
             outcome=Outcome.UNKNOWN,
         )
