@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,9 @@ def test_an_address_of_another_machine_is_an_error_of_the_settings(
     with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.77.*GROUPIO_LISTEN"):
         made(listen="192.0.2.77")
     assert sorted(closed) == ["Reads", "TcpFabric"]
+    deadline = time.monotonic() + 20
+    while threads() - before and time.monotonic() < deadline:
+        time.sleep(0.005)
     assert threads() - before == set()
 
 

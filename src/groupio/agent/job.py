@@ -64,6 +64,9 @@ class Job:
                 self.clients[client] = event
             case ev.MemberOpened(client=client, save_id=save_id):
                 self.opens[client, save_id] = event
+                if (known := self.clients.get(client)) is not None:
+                    # A controller that takes over has to know that this client is a member.
+                    self.clients[client] = replace(known, has_saved=True)
             case ev.MemberFailed(client=client, save_id=save_id):
                 self.opens.pop((client, save_id), None)
         self.joining.tell(event)

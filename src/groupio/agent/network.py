@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from groupio.controller.host import Host
 from groupio.controller.keys import Keys
 from groupio.controller.store import JobStore
 from groupio.errors import GroupIOError, InvalidInput
+from groupio.exhaustion import ThreadPool
 from groupio.fabric.open import open_fabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
@@ -56,8 +56,8 @@ class Network:
         self.fabric = open_fabric(settings, self.listens_at, self.announced, token, driver.budget)
         self.reads = Reads(driver, self.holdings, self.fabric)
         self.fabric_address = self._serve()
-        self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        self.orders = ThreadPoolExecutor(ORDER_THREADS, "order", initializer=yield_to_others)
+        self.fetching = ThreadPool(FETCH_THREADS, "fetch")
+        self.orders = ThreadPool(ORDER_THREADS, "order", initializer=yield_to_others)
         self.hosts: dict[str, Host] = {}
         self._gates: dict[str, tuple[Keys, Gate]] = {}
         """By store id; one for all, named "", where there is a token."""

@@ -14,17 +14,26 @@ import groupio
 from groupio.client.address import refuse_checkpoint
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
+from groupio.client.lineage import Origin
 from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput
+from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members
 
 _lock = threading.Lock()
-_clients: dict[tuple[str, int, int, int], groupio.Client] = {}
+_Key = tuple[str, int, int, int]
+_clients: dict[_Key, groupio.Client] = {}
 """Those used last at the end."""
+
+_origins: dict[_Key, Origin] = {}
+"""What was loaded, and is not saved after yet, by clients that are closed or were not made yet."""
 
 STORES_KEPT = 4
 """Clients of so many stores stay connected when they have nothing to do."""
+
+ORIGINS_KEPT = 64
+"""For so many stores it is remembered what was loaded, those used last."""
 
 
 def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
@@ -35,16 +44,14 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
-    text = store if isinstance(store, str) else _text(store)
-    # A relative path means another store after a change of directory.
-    where = text if "://" in text else os.path.abspath(text)
-    refuse_checkpoint(where.removeprefix("file://"))
-    key = (where, members.rank, members.world_size, os.getpid())
+    key = _key(store, members)
+    refuse_checkpoint(key[0].removeprefix("file://"))
     with _lock:
         client = _clients.pop(key, None)
         if client is None:
             connect = groupio.connect if connected else connect_ahead
-            client = connect(where, rank=members.rank, world_size=members.world_size)
+            client = connect(key[0], rank=members.rank, world_size=members.world_size)
+            client._origin = _origins.pop(key, client._origin)
         _clients[key] = client
     _leave_unused()
     return client
@@ -60,6 +67,35 @@ def _leave_unused() -> None:
             with _lock:
                 if _clients.get(key) is client:
                     del _clients[key]
+                    _keep(key, client._origin)
+
+
+def _keep(key: _Key, origin: Origin) -> None:
+    """The next client for the same place goes on after what this one loaded."""
+    _origins.pop(key, None)
+    if origin.now() is not None:
+        _origins[key] = origin
+    if len(_origins) > ORIGINS_KEPT:
+        del _origins[next(iter(_origins))]
+
+
+def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> None:
+    """An epoch was loaded: by its number, or (None) as the latest one."""
+    key = _key(store, members)
+    with _lock:
+        if key in _clients:
+            _clients[key]._origin.loaded(loaded)
+        else:
+            origin = Origin()
+            origin.loaded(loaded)
+            _keep(key, origin)
+
+
+def _key(store: Any, members: Members) -> _Key:
+    text = store if isinstance(store, str) else _text(store)
+    # A relative path means another store after a change of directory.
+    where = text if "://" in text else os.path.abspath(text)
+    return where, members.rank, members.world_size, os.getpid()
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -96,6 +132,8 @@ def close() -> None:
         pid = os.getpid()
         own = [key for key in _clients if key[3] == pid]
         clients = [_clients.pop(key) for key in own]
+        for key, client in zip(own, clients, strict=True):
+            _keep(key, client._origin)
     for client in clients:
         client.close()
 

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 import groupio
 from groupio.client.address import store_address
-from groupio.client.arguments import check_deadline
+from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.format.structure import RESERVED
@@ -95,6 +95,9 @@ class GroupStorageWriter(FileSystemWriter):
     ``failures[rank][0]`` are the typed errors. Where a rank's process is gone torch itself raises
     the ``RuntimeError`` of its process group.
 
+    ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
+    a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
+
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
     pass them on before the copy. Saves may overlap if each has a process group of its own: torch
     runs its collectives in the background, and those of two saves would mix on one.
@@ -109,6 +112,7 @@ class GroupStorageWriter(FileSystemWriter):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         deadline_s: float = 600.0,
+        rewind_to: int | None = None,
     ) -> None:
         """InvalidInput when ``store`` is no path or ``file://`` URL."""
         self._store = store_address(store)
@@ -116,6 +120,7 @@ class GroupStorageWriter(FileSystemWriter):
         self._process_group = process_group
         self._no_dist = no_dist
         self._deadline_s = check_deadline(deadline_s)
+        self._rewind_to = None if rewind_to is None else check_epoch(rewind_to, "rewind_to")
         self._thread = threading.local()
         self._lock = threading.Lock()
         self._pending: Staging | None = None
@@ -210,7 +215,7 @@ class GroupStorageWriter(FileSystemWriter):
         staging: Staging | None = getattr(self._thread, "staging", None)
         self._thread.staging = None
         if staging is not None:
-            staging.copy(self._staging_client, self._deadline_s)
+            staging.copy(self._staging_client, self._deadline_s, self._rewind_to)
 
     def _staging_client(self) -> groupio.Client:
         return client_for(self._store, self._find_members())
@@ -332,6 +337,8 @@ class GroupStorageWriter(FileSystemWriter):
             epoch=step.epoch,
             deadline_s=self._deadline_s,
             door="dcp",
+            rewind_to=self._rewind_to,
+            side="dcp",
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
