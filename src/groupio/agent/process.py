@@ -28,6 +28,7 @@ from pathlib import Path
 from groupio import wire
 from groupio.errors import AgentLost, InvalidInput
 from groupio.exhaustion import NO_DESCRIPTOR
+from groupio.settings import is_unicode
 
 _LOCK_POLL_S = 0.005
 _TAKE_S = 0.5
@@ -61,7 +62,7 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
             )
     else:
         session = os.environ.get("XDG_RUNTIME_DIR", "")
-        if os.path.isabs(session) and os.path.isdir(session):
+        if os.path.isabs(session) and is_unicode(session) and os.path.isdir(session):
             directory = Path(session, "groupio")
         else:
             directory = Path(f"/tmp/groupio-{os.getuid()}")
