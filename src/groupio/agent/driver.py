@@ -432,7 +432,7 @@ class Driver:
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
-            store = JobStore(path, name, self.node, self.writer, hello.file_mode)
+            store = JobStore(path, name, self.node, self.writer, hello.file_mode, hello.umask)
             job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
@@ -520,6 +520,9 @@ class Driver:
                 | fx.AdoptGroup()
             ):
                 self.tell_machine(effect)
+            case fx.ShowStore():
+                assert job.joining is not None
+                job.joining.show(effect)
             case rm.Assign() | rm.Yield() | rm.Unreadable() | rm.ReadSought() | rm.Peers():
                 self.reads.take(job, effect)
             case fx.CloseGroup() | fx.DropHeld():

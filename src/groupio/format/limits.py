@@ -20,7 +20,10 @@ STORE_FORMAT = 1
 """The ``format`` number of a store's id record."""
 
 PLAIN_VERSION = 1
-"""First byte of an encoded plain value."""
+"""First byte of an encoded plain value that older releases read too."""
+
+PLAIN_VERSION_MAX = 2
+"""First byte of one with other containers than list, tuple and dict, or with columns."""
 
 ITEMS_VERSION = 1
 """Version of an encoded item table."""
