@@ -433,9 +433,8 @@ class Driver:
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
-            store = JobStore(
-                path, name, self.node, self.writer, hello.file_mode, expected=hello.store_id
-            )
+            modes = (hello.file_mode, hello.umask)
+            store = JobStore(path, name, self.node, self.writer, *modes, expected=hello.store_id)
             job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
@@ -528,6 +527,9 @@ class Driver:
                 | fx.AdoptGroup()
             ):
                 self.tell_machine(effect)
+            case fx.ShowStore():
+                assert job.joining is not None
+                job.joining.show(effect)
             case rm.Assign() | rm.Yield() | rm.Unreadable() | rm.ReadSought() | rm.Peers():
                 self.reads.take(job, effect)
             case fx.CloseGroup() | fx.DropHeld():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from groupio.backend.base import (
     EPOCHS,
     FOLDERS,
+    MARK_BYTES_MAX,
     PREPARED,
     ROOT,
     SEGMENTS,
@@ -38,14 +40,16 @@ from groupio.backend.records import (
     TEMPORARY,
     FileId,
     Placer,
+    PosixReader,
     find,
+    open_regular,
     private_file,
     remove_quietly,
     write_temporary,
 )
 from groupio.backend.segments import BUFFERED, PosixSegment
 from groupio.backend.tree import PosixTree, store_path
-from groupio.errors import GroupIOError, NotFound, Outcome, StorageError
+from groupio.errors import GroupIOError, InvalidInput, NotFound, Outcome, StorageError
 from groupio.format import records as format_records
 from groupio.format.limits import STORE_FORMAT
 from groupio.model import PAGE_BYTES
@@ -56,6 +60,9 @@ if TYPE_CHECKING:
 
 _STORE_RECORD_LIMIT = 1 << 20
 """Bytes read of a store record; a real one has a few hundred, more is damage."""
+
+_MARK = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{24}")
+"""The names that :func:`write_temporary` makes."""
 
 _PREPARED_LIMIT = 64
 """Prepared records remembered at once; a few epochs are ever in flight."""
@@ -78,18 +85,23 @@ class PosixBackend(PosixTree):
 
     @classmethod
     def open(
-        cls, store: str | os.PathLike[str], *, create: bool, file_mode: int | None = None
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        create: bool,
+        file_mode: int | None = None,
+        umask: int | None = None,
     ) -> Self:
         """Open the store at a path or ``file://`` URL.
 
         With ``create`` the directory and its folders are made if absent and are durable on
-        return, with all directories above them. ``file_mode`` are the permission bits of new
-        files (None: private to the user). NotFound when it is absent and not to be created;
-        StorageError when it is a file (ENOTDIR) or may not be read (EACCES). A store that
-        cannot be written opens for reading.
+        return, with all directories above them. New files and directories have the modes that
+        a process with ``umask`` gives them (None: this one), or ``file_mode``. NotFound when it
+        is absent and not to be created; StorageError when it is a file (ENOTDIR) or may not be
+        read (EACCES). A store that cannot be written opens for reading.
         """
         path = store_path(store)
-        modes = Modes.of(file_mode)
+        modes = Modes.of(file_mode, umask)
         made = make_root(path, modes) if create else []
         try:
             root = open_root(path)
@@ -315,6 +327,32 @@ class PosixBackend(PosixTree):
             where.sync(force=not placed, outcome=Outcome.UNKNOWN)
         return placed
 
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before."""
+        name, _ = write_temporary(self._writable(folder), data, self._modes, durable=False)
+        return name
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet)."""
+        _check_mark(name)
+        path = self._where(folder, name)
+        try:
+            fd, status = open_regular(self._folder(folder), name)
+        except FileNotFoundError:
+            return None
+        with PosixReader(fd, status.st_size, path) as reader:
+            return reader.read(0, min(reader.size, MARK_BYTES_MAX))
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
+        _check_mark(name)
+        try:
+            os.unlink(name, dir_fd=self._folder(folder).fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(error, self._where(folder, name), "remove") from error
+
     def replace(self, folder: str, name: str, data: bytes) -> None:
         """Write a derived file in the place of an older one, whole or not at all.
 
@@ -391,16 +429,8 @@ class PosixBackend(PosixTree):
         self._writable(folder).sync(force=force)
 
     def doors(self) -> Doors:
-        """The doors of the store; what is made there has the permissions of its segments."""
-        return Doors(self._root, self._door_modes)
-
-    def _door_modes(self) -> Modes:
-        segments = self._writable(SEGMENTS)
-        try:
-            mode = os.fstat(segments.fd).st_mode & 0o777
-        except OSError as error:
-            raise storage_error(error, segments.path, "look at") from error
-        return Modes(mode & 0o666, mode, exact=True)
+        """The doors of the store; what is made there has the modes of this backend's files."""
+        return Doors(self._root, self._modes)
 
     def private_file(self, folder: str, name: str, data: bytes) -> bytes:
         """The bytes of a file that only this user can read, made with ``data`` if absent.
@@ -438,6 +468,11 @@ class PosixBackend(PosixTree):
                         remove_quietly(self._folder(folder), name)
                         count += 1
         return count
+
+
+def _check_mark(name: str) -> None:
+    if not _MARK.fullmatch(name):
+        raise InvalidInput(f"{name[:80]!r} is not the name of a mark in a store")
 
 
 def _corresponds(mine: Folder, root: Folder, old: Folder, old_root: Folder) -> bool:

@@ -15,6 +15,7 @@ from groupio.client.address import refuse_checkpoint, store_address
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
 from groupio.client.lineage import Origin
+from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
 from groupio.model import DecisionKey
 from groupio.settings import Settings
@@ -49,7 +50,8 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
         client = _clients.pop(key, None)
         if client is None:
             connect = groupio.connect if connected else connect_ahead
-            client = connect(key[0], rank=members.rank, world_size=members.world_size)
+            job = store.job if isinstance(store, PartStore) else None
+            client = connect(key[0], job=job, rank=members.rank, world_size=members.world_size)
             client._origin = _origins.pop(key, client._origin)
         _clients[key] = client
     _leave_unused()

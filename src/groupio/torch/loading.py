@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,13 @@ from groupio.client.chunk_reader import read_chunks
 from groupio.client.collection import collection_paused
 from groupio.client.foreground import set_aside
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import (
+    as_parts,
+    check_parts,
+    nothing_in_all,
+    part_store,
+    steps_in_all,
+)
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import (
@@ -31,15 +39,17 @@ from groupio.errors import (
     from_wire,
     to_wire,
 )
+from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import Branch, Leaf, make_container
+from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import DecisionKey
-from groupio.torch.clients import client_for
+from groupio.torch.clients import client_for, note_loaded
 from groupio.torch.collective_read import CollectiveRead
+from groupio.torch.converted import ConvertedNotes, adopt
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
-from groupio.torch.report import LoadReport, SkippedEpoch
+from groupio.torch.report import LoadReport, SkippedEpoch, joined
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
 
@@ -52,6 +62,9 @@ READ_S = 1800.0
 APPEAR_S = 60.0
 """A network file system may show a manifest to this node so much later than to rank 0's."""
 
+PARTS_TRIES = 16
+"""With ``fallback`` so many steps are tried that are committed in all parts."""
+
 _DAMAGE = (IntegrityError, FormatError)
 
 
@@ -63,6 +76,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     fallback: bool = False,
+    parts: Sequence[str | None] | None = None,
 ) -> LoadReport:
     """Fill ``state_dict`` with epoch ``step`` of ``store``, whatever mesh and world saved it.
 
@@ -81,6 +95,8 @@ def load(
     reported (shapes and dtypes must match always). Missing is what no rank saved; unexpected is
     what this rank saved and does not load, after a change of world size what no rank loads.
     ``fallback``: a damaged epoch is passed over for the newest intact one before it, on all ranks.
+    ``parts``: ``state_dict`` has a state dict for each of these parts (None: the unnamed one); all
+    are filled, one after the other, from the newest step that is committed in all of them.
 
     Raises on all ranks what went wrong on any: StateMismatch, NotFound, IntegrityError (after
     which the tensors have undefined content), StorageError, GroupTimeout naming ranks that did
@@ -88,6 +104,16 @@ def load(
     dicts from ``torch.distributed.checkpoint.state_dict.get_state_dict`` and hand them back with
     ``set_state_dict``.
     """
+    if parts is not None:
+        return _load_parts(
+            state_dict,
+            store,
+            step,
+            parts,
+            process_group=process_group,
+            strict=strict,
+            fallback=fallback,
+        )
     members = find_members(process_group)
     council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
 
@@ -96,6 +122,71 @@ def load(
 
     with collection_paused(), set_aside():
         return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
+
+
+def _load_parts(
+    state_dict: dict[Any, Any],
+    store: str | os.PathLike[str],
+    step: int | str,
+    parts: Sequence[str | None],
+    *,
+    process_group: dist.ProcessGroup | None,
+    strict: bool,
+    fallback: bool,
+) -> LoadReport:
+    """Load each part from the newest step that rank 0 finds committed, and all find intact."""
+    members = find_members(process_group)
+    council = Council(members, "parts", AGREE_S)
+    stores: dict[str | None, Any] = {}
+    mine: dict[str, Any] | GroupIOError
+    try:
+        wanted, step = check_parts(parts), _checked_step(step)
+        as_parts(state_dict, wanted, "state_dict")
+        stores = {part: part_store(store, part) for part in wanted}
+        mine = {"step": step, "parts": list(wanted), "fallback": fallback}
+    except GroupIOError as error:
+        mine = error
+
+    def choose(opinions: list[dict[str, Any]]) -> dict[str, Any]:
+        _check_alike(opinions)
+        clients = {p: client_for(s, members, connected=False) for p, s in stores.items()}
+        if step == "latest":
+            for client in clients.values():
+                client._settle(time.monotonic() + AGREE_S)
+        places = {part: client.store for part, client in clients.items()}
+        found = steps_in_all(places, step, None, older=fallback)
+        steps = list(islice(found, PARTS_TRIES if fallback else 1))
+        if not steps:
+            raise nothing_in_all(os.fspath(store), list(places))
+        return {"steps": steps}
+
+    steps = council.decide(mine, choose)["steps"]
+    skipped: list[SkippedEpoch] = []
+    for number in steps:
+        try:
+            reports = [
+                (
+                    part,
+                    load(
+                        state_dict[part],
+                        one,
+                        step=number,
+                        process_group=process_group,
+                        strict=strict,
+                    ),
+                )
+                for part, one in stores.items()
+            ]
+        except _DAMAGE as error:
+            if number == steps[-1]:
+                raise
+            skipped.append(SkippedEpoch(number, error.message))
+            continue
+        if number != step:
+            for one in stores.values():
+                note_loaded(one, members, None)
+        return joined(number, reports, skipped)
+    raise AssertionError("no step was tried")
 
 
 def _load(
@@ -174,6 +265,8 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
+        self._converted: dict[str, list[Converted]] = {}
+        self._notes: list[str] = []
         self._grouped: GroupedRead | CollectiveRead | None = None
         self._through: AgentRead | None = None
 
@@ -247,9 +340,12 @@ class _Load:
             raise mismatch
         wants = self._wants = Collector()
         self._arrivals = collect_fills(found.fill.values(), saved.parts, wants)
+        self._converted = {name: [] for name in found.take}
         self._new = {
-            name: collect_take(take, saved.parts, wants) for name, take in found.take.items()
+            name: collect_take(take, saved.parts, wants, self._converted[name])
+            for name, take in found.take.items()
         }
+        self._notes = saved.notes(node for _, node in found.replace)
         return {"unexpected": self._unexpected} if asked else {}
 
     def where(self, choice: dict[str, Any]) -> str:
@@ -294,7 +390,10 @@ class _Load:
         """Put the plain values into the given dicts and lists."""
         values = {name: get() for name, get in self._new.items()}
         for leaf, node in self._matching.replace:
-            leaf.value = take(node, values)
+            leaf.value = adopt(leaf.value, take(node, values))
+        for state, metadata in self._matching.versions:
+            if hasattr(state, "_metadata"):
+                state._metadata = metadata
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
         _write_back(self._template.root, replaced)
         self.expect_save()
@@ -308,8 +407,19 @@ class _Load:
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
             bytes_read=sum(one.bytes_read for one in took_part),
             bytes_forwarded=sum(one.bytes_forwarded for one in took_part),
-            notes=tuple(note for one in took_part for note in one.notes),
+            notes=(*(note for one in took_part for note in one.notes), *self._type_notes()),
         )
+
+    def _type_notes(self) -> list[str]:
+        """What did not come back as what it was."""
+        found = ConvertedNotes()
+        for _, node in self._matching.replace:
+            for branch in node.branches() if isinstance(node, Branch) else ():
+                if branch.was:
+                    found.add(path_text(branch.path), branch.was, branch.kind)
+        for name, converted in self._converted.items():
+            found.extend(name, converted)
+        return self._notes + found.loaded()
 
 
 class _Chooser:
@@ -326,12 +436,7 @@ class _Chooser:
     def first(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """The epoch to begin with; InvalidInput when the members ask for different things."""
         asked = [opinion["asked"] for opinion in opinions]
-        for rank, one in enumerate(asked):
-            if one != asked[0]:
-                raise InvalidInput(
-                    f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
-                    "load with the same arguments on all ranks"
-                )
+        _check_alike(asked)
         self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
@@ -420,6 +525,15 @@ def _checked_step(step: int | str) -> int | str:
     return step if step == "latest" else check_epoch(step, "step")
 
 
+def _check_alike(asked: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(asked):
+        if one != asked[0]:
+            raise InvalidInput(
+                f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
+                "load with the same arguments on all ranks"
+            )
+
+
 def _words(opinion: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in opinion.items())
 
@@ -438,10 +552,23 @@ def _write_back(branch: Branch, replaced: set[int]) -> bool:
             changed[key] = child.value
     if not changed:
         return False
-    if branch.kind == "tuple":
-        values = {key: child.value for key, child in branch.children.items()}
-        branch.value = make_container("tuple", values)
+    if isinstance(branch.value, tuple):
+        branch.value = _like(branch.value, [child.value for child in branch.children.values()])
+        return True
+    if isinstance(branch.value, Mapping) and not isinstance(branch.value, MutableMapping):
+        branch.value = {key: child.value for key, child in branch.children.items()}
         return True
     for key, value in changed.items():
         branch.value[key] = value
     return False
+
+
+def _like(given: tuple[Any, ...], values: list[Any]) -> Any:
+    """A tuple of the class of ``given``."""
+    cls = type(given)
+    if hasattr(cls, "_make"):
+        return cls._make(values)
+    try:
+        return cls(values)
+    except Exception:  # noqa: BLE001  the caller's own class may want anything
+        return tuple(values)

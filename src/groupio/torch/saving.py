@@ -13,10 +13,12 @@ import torch.distributed as dist
 from groupio.client.arguments import check_deadline
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.client.values import Part
 from groupio.errors import InvalidInput, from_wire, to_wire
-from groupio.format.structure import STRUCTURE, part_name
+from groupio.format.structure import STRUCTURE, part_name, path_text
 from groupio.torch.clients import client_for
+from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
@@ -39,6 +41,7 @@ def save(
     verify_replicas: str = "full",
     rewind_to: int | None = None,
     on_error: str = "log",
+    part: str | None = None,
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
@@ -50,7 +53,6 @@ def save(
     A DTensor is stored by its shards; ``Replicate`` declares equal bytes on all holders, and so
     does a name or glob pattern in ``replicated``: ReplicaDivergence when they differ. Undeclared
     tensors of one name are stored once where they are equal and kept per rank where they differ.
-
     Returns when the tensors may be overwritten (``wait_for="released"``), or at a higher level;
     what was saved are the bytes at the call. A failure of the group stands on the handle.
     ``handle.wait("durable")`` returns once the epoch survives a power cut. ``deadline_s`` bounds,
@@ -60,34 +62,32 @@ def save(
     byte is compared. With "off" the holders divide tensors of 1 MiB and more evenly among each
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
-    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors (InvalidInput on
-    the handle when they do not).
+    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and any
+    other in the long run. With both, all holders have to save the same tensors, else InvalidInput.
 
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
-    waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
-    ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
+    waits for it too, at most a minute. Where it cannot be made ``handle.times.notes`` says why.
 
     After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
     begins a new lineage there and abandons later epochs, once all other incarnations have ended.
     ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
-
     ``on_error`` says what to do about failures of earlier saves that were not read: "log", "warn"
     (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
+    ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    client = client_for(store, members)
+    client = client_for(part_store(store, part), members)
     _tell_earlier(client, members, on_error, deadline_s)
-    return client._save(
-        _Items(state_dict, sharing),
+    handle = client._save(
+        items := _Items(state_dict, sharing),
         epoch=step,
         deadline_s=deadline_s,
         replicated=replicated,
@@ -97,6 +97,8 @@ def save(
         rewind_to=rewind_to,
         side="torch",
     )
+    handle._add_notes(items.notes)
+    return handle
 
 
 def _not_saved(epoch: int, why: str) -> str:
@@ -157,10 +159,11 @@ class _Items(Mapping[str, Any]):
         self._state_dict = state_dict
         self._sharing = sharing
         self._made: dict[str, Any] | None = None
+        self.notes: list[str] = []
 
     def _items(self) -> dict[str, Any]:
         if self._made is None:
-            self._made = items_of(self._state_dict, self._sharing)
+            self._made = items_of(self._state_dict, self._sharing, self.notes)
         return self._made
 
     def __getitem__(self, name: str) -> Any:
@@ -179,12 +182,17 @@ class _Items(Mapping[str, Any]):
         return self._items().values()
 
 
-def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> dict[str, Any]:
+def items_of(
+    state_dict: Mapping[Any, Any],
+    sharing: Sharing | None = None,
+    notes: list[str] | None = None,
+) -> dict[str, Any]:
     """The items that stand for ``state_dict`` on this rank, the structure record last.
 
     Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
-    other ranks hand over.
+    other ranks hand over. ``notes`` gets the containers that will come back as others.
     """
+    converted = ConvertedNotes()
     # Who divides tensors has to see them as parts.
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()
     with _remembered.flattened(state_dict) as tree:
@@ -208,10 +216,15 @@ def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> d
                         part, local.global_shape, box.offsets, local.replicated, "torch"
                     )
             else:
-                items[leaf.name] = value
+                items[leaf.name] = converted.encoded(leaf.name, value, leaf.path)
             if note:
                 tree.notes[leaf.name] = note
         if sharing is not None:
             items = sharing.divide(items, tree.leaves)
         items[STRUCTURE] = tree.record()
+        for branch in tree.branches:
+            if branch.was:
+                converted.add(path_text(branch.path), branch.was, branch.kind)
+    if notes is not None:
+        notes += converted.saved()
     return items
