@@ -452,7 +452,7 @@ class PosixBackend(PosixTree):
         return all(folder.is_sound for folder in list(self._folders.values()))
 
     def remove_temporary(self, older_than_s: float) -> int:
-        """Remove unfinished records that killed writers left; how many there were.
+        """Remove unfinished records and doors that killed writers left; how many there were.
 
         Age is measured by the store's clock. A writer paused for longer than that finds its
         record gone and fails typed, so take a time that no living writer needs.
@@ -461,12 +461,16 @@ class PosixBackend(PosixTree):
         remove_quietly(self._root, probe)
         count = 0
         for folder in (ROOT, *FOLDERS):
-            for name in self._names(folder):
-                if name.startswith(TEMPORARY):
-                    there = find(self._folder(folder), name)
-                    if there is not None and now - there[3] > older_than_s * 1e9:
-                        remove_quietly(self._folder(folder), name)
-                        count += 1
+            for name in self.unfinished(folder):
+                there = find(self._folder(folder), name)
+                if there is not None and now - there[3] > older_than_s * 1e9:
+                    remove_quietly(self._folder(folder), name)
+                    count += 1
+        try:
+            with self.doors() as doors:
+                count += doors.remove_unfinished(now, older_than_s)
+        except GroupIOError:
+            pass  # whatever is in the place of the doors, saves do without it
         return count
 
 

@@ -34,7 +34,7 @@ from groupio.errors import (
 )
 from groupio.model import WORLD_SIZE_MAX, EpochInfo, Level
 from groupio.protocol import messages as msg
-from groupio.settings import Settings
+from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
     from groupio.client.outgoing import Outgoing, Packer
@@ -95,6 +95,8 @@ def unconnected(
     path = store_address(store)
     if job is not None and (not isinstance(job, str) or not 0 < len(job) <= 1000):
         raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
+    if job is not None and not is_unicode(job):
+        raise InvalidInput(f"job={job!r} is not valid Unicode")
     place = launch.find_place(rank, world_size, os.environ)
     rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
     name = job or recorded_job(path) or os.path.basename(path) or "root"

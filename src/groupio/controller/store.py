@@ -502,7 +502,7 @@ class JobStore:
             )
         return StorageError(
             f"Node {writer} wrote segment {segment.name} of this epoch to its store "
-            f"{paths.get(writer, self.path)}, and in the store {self.path} of the controller on "
+            f"{paths.get(writer, '')}, and in the store {self.path} of the controller on "
             f"node {self.node} it {gone}: one is a copy of the other, or another file system is "
             "mounted. Let all nodes use the same file system, then save again.",
             path=path,

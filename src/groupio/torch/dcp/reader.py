@@ -341,7 +341,7 @@ class GroupStorageReader(FileSystemReader):
         dtype = self._dtypes[item.storage_index.fqn]
         direct = target.dtype == dtype and target.is_cpu and not target.is_conj()
         direct = direct and not target.is_neg()
-        place = target if direct else torch.empty(box.shape, dtype=dtype)
+        place = target if direct else torch.empty(box.shape, dtype=dtype, device="cpu")
         wants.add_box(saved.spec, source.parts.rows(saved), box, as_integers(place).numpy())
 
         def finish() -> None:
