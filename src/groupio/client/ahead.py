@@ -18,12 +18,12 @@ from groupio.protocol import messages as msg
 log = logging.getLogger("groupio.client")
 
 
-def connect_ahead(store: Any, *, rank: int, world_size: int) -> Client:
+def connect_ahead(store: Any, *, job: str | None = None, rank: int, world_size: int) -> Client:
     """As :func:`groupio.connect`, but the client connects, starting the agent, in the background.
 
     Calls that need the agent wait for that. InvalidInput and StorageError for wrong arguments.
     """
-    client = unconnected(store, rank=rank, world_size=world_size)
+    client = unconnected(store, job=job, rank=rank, world_size=world_size)
     _in_background(client, client._connected)
     return client
 

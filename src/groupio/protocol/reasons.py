@@ -140,6 +140,17 @@ def stale(event: ev.MemberOpened, newest: int) -> StaleEpoch:
     )
 
 
+def other_view(node: str, its: str, ours: str) -> StorageError:
+    """The node does not see what the controller writes, or the other way round."""
+    return StorageError(
+        f"The store {its} of node {node} is not the store {ours} of the job's controller, although "
+        "both have the same id: a file that one of them made is not there, or differs, for the "
+        "other. One store is a copy, or another file system is mounted there; let all nodes use "
+        "the same file system, then save again.",
+        path=its,
+    )
+
+
 def _origin(event: ev.MemberOpened) -> str:
     if event.begin_after is not None:
         return f"goes on after epoch {event.begin_after} (rewind_to)"
@@ -463,6 +474,27 @@ def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAbor
     return GroupAborted(
         f"Another controller aborted epoch {key.epoch} ({key}); save it again.",
         epoch=key.epoch,
+    )
+
+
+def store_gone(path: str) -> StorageError:
+    """A path at which a store was used leads to none now."""
+    return StorageError(
+        f"the store that was at {path} is not there any more; restore it, or close the client and "
+        "connect again to begin another one",
+        path=path,
+        errno=errno.ENOENT,
+    )
+
+
+def other_store(path: str, now: str, before: str) -> StorageError:
+    """A path leads to another store (ids in hex) than the client has used so far."""
+    return StorageError(
+        f"{path} leads to another store now (its id begins with {now[:8]}, that of the one in use "
+        f"with {before[:8]}); restore it, or close the client and connect again to use what is "
+        "there",
+        path=path,
+        errno=errno.EREMCHG,
     )
 
 

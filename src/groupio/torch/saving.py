@@ -13,6 +13,7 @@ import torch.distributed as dist
 from groupio.client.arguments import check_deadline
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.client.values import Part
 from groupio.errors import InvalidInput, from_wire, to_wire
 from groupio.format.structure import STRUCTURE, part_name, path_text
@@ -21,7 +22,14 @@ from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
-from groupio.torch.tensors import PLAIN_TENSORS, Placed, all_plain, local_part, plain_part
+from groupio.torch.tensors import (
+    PLAIN_TENSORS,
+    Placed,
+    all_plain,
+    check_no_fake_mode,
+    local_part,
+    plain_part,
+)
 
 ON_ERROR = ("log", "warn", "raise")
 
@@ -40,6 +48,7 @@ def save(
     verify_replicas: str = "full",
     rewind_to: int | None = None,
     on_error: str = "log",
+    part: str | None = None,
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
@@ -60,30 +69,29 @@ def save(
     byte is compared. With "off" the holders divide tensors of 1 MiB and more evenly among each
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
-    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors, else the handle
-    has InvalidInput.
+    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and any
+    other in the long run. With both, all holders have to save the same tensors, else InvalidInput.
+
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
-    waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
-    ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
+    waits for it too, at most a minute. Where it cannot be made ``handle.times.notes`` says why.
 
     After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
     begins a new lineage there and abandons later epochs, once all other incarnations have ended.
     ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
-
     ``on_error`` says what to do about failures of earlier saves that were not read: "log", "warn"
     (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
+    ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     if not isinstance(dcp_door, bool):
         raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    client = client_for(store, members)
+    client = client_for(part_store(store, part), members)
     _tell_earlier(client, members, on_error, deadline_s)
     handle = client._save(
         items := _Items(state_dict, sharing),
@@ -191,6 +199,7 @@ def items_of(
     Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
     other ranks hand over. ``notes`` gets the containers that will come back as others.
     """
+    check_no_fake_mode("groupio.torch.save")
     converted = ConvertedNotes()
     # Who divides tensors has to see them as parts.
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()

@@ -29,6 +29,7 @@ from groupio.client.address import store_address
 from groupio.client.collection import collection_paused
 from groupio.client.parts import Catalogue, Saved
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import part_store
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import GroupIOError, InvalidInput
@@ -107,6 +108,8 @@ class GroupStorageReader(FileSystemReader):
     StorageError. ``dcp.load`` reports it on all ranks as ``CheckpointException``, which is no
     ``Exception``, with the typed errors in its ``failures[rank][0]``.
 
+    With ``part`` what is loaded is that part, as ``GroupStorageWriter(store, part=...)`` saved it.
+
     ``process_group`` says which rank this process is (default: of the world of torch.distributed,
     else of the launcher), also for a load with ``no_dist=True``. ``fetch`` replaces the function
     that reads chunks; it is called once for each load, on every rank, which then reads by itself.
@@ -121,9 +124,11 @@ class GroupStorageReader(FileSystemReader):
         *,
         process_group: dist.ProcessGroup | None = None,
         fetch: Fetch | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._fetch = fetch
@@ -203,7 +208,7 @@ class GroupStorageReader(FileSystemReader):
     def _open(self) -> _Source:
         self._close()
         members = find_members(self._process_group)
-        reader = StoreReader.open(self._store)
+        reader = StoreReader.open(self._path)
         try:
             manifest = reader.resolve("latest" if self._epoch is None else self._epoch)
             header = manifest.header
@@ -269,7 +274,7 @@ class GroupStorageReader(FileSystemReader):
         deadline = time.monotonic() + READ_S
         through = None
         if self._fetch is None:
-            through = agent_read(self._store, find_members(self._process_group))
+            through = agent_read(self._path, find_members(self._process_group))
         with self._together(plan) as grouped:
             by_agent = None if through is None else through.fetch_of(source.manifest)
             with grouped.fill(source.who[1], deadline):
@@ -294,7 +299,7 @@ class GroupStorageReader(FileSystemReader):
         for finish in finishes:
             finish()
         key = DecisionKey(*source.who) if self._epoch is not None else None
-        note_loaded(self._store, find_members(self._process_group), key)
+        note_loaded(self._path, find_members(self._process_group), key)
         self._close()
         done: Future[None] = Future()
         done.set_result(None)
@@ -336,7 +341,7 @@ class GroupStorageReader(FileSystemReader):
         dtype = self._dtypes[item.storage_index.fqn]
         direct = target.dtype == dtype and target.is_cpu and not target.is_conj()
         direct = direct and not target.is_neg()
-        place = target if direct else torch.empty(box.shape, dtype=dtype)
+        place = target if direct else torch.empty(box.shape, dtype=dtype, device="cpu")
         wants.add_box(saved.spec, source.parts.rows(saved), box, as_integers(place).numpy())
 
         def finish() -> None:
@@ -360,7 +365,7 @@ class GroupStorageReader(FileSystemReader):
 
     def _report_damage(self, digests: Any) -> None:
         members: Members = find_members(self._process_group)
-        client_for(self._store, members)._report_damage(digests)
+        client_for(self._path, members)._report_damage(digests)
 
 
 def _boxes(parts: Catalogue, name: str) -> list[Saved]:

@@ -20,6 +20,7 @@ import groupio
 from groupio.client.address import store_address
 from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.format.structure import RESERVED
 from groupio.torch.clients import client_for
@@ -98,6 +99,9 @@ class GroupStorageWriter(FileSystemWriter):
     ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
     a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
 
+    With ``part`` what is saved is a part of the step, in ``<store>/parts/<part>`` an epoch by
+    itself: so model and optimizer can be saved in two calls under one ``checkpoint_id``.
+
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
     pass them on before the copy. Saves may overlap if each has a process group of its own: torch
     runs its collectives in the background, and those of two saves would mix on one.
@@ -113,9 +117,11 @@ class GroupStorageWriter(FileSystemWriter):
         no_dist: bool = False,
         deadline_s: float = 600.0,
         rewind_to: int | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._no_dist = no_dist
@@ -218,7 +224,7 @@ class GroupStorageWriter(FileSystemWriter):
             staging.copy(self._staging_client, self._deadline_s, self._rewind_to)
 
     def _staging_client(self) -> groupio.Client:
-        return client_for(self._store, self._find_members())
+        return client_for(self._path, self._find_members())
 
     def _find_members(self) -> Members:
         return Members(0, 1) if self._no_dist else find_members(self._process_group)
@@ -255,7 +261,7 @@ class GroupStorageWriter(FileSystemWriter):
             if step.staging is None:
                 check_names(item.index.fqn for item in plan.items)
                 # From here on the others hear of it when this process ends before its save.
-                client_for(self._store, step.members or self._find_members())
+                client_for(self._path, step.members or self._find_members())
             else:
                 self._wait_staged(step.staging, plan)
         except GroupIOError as failed:
@@ -332,7 +338,7 @@ class GroupStorageWriter(FileSystemWriter):
     def _save(self, step: _Step, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
         ticket: _Ticket = plan.storage_data
         members = step.members or Members(ticket.rank, ticket.world_size)
-        return client_for(self._store, members)._save(
+        return client_for(self._path, members)._save(
             Lazy(lambda: plan_items(plan, planner)),
             epoch=step.epoch,
             deadline_s=self._deadline_s,
