@@ -289,7 +289,7 @@ class _Load:
     def reader(self) -> StoreReader:
         """The store, open until the end of the load."""
         if self._reader is None:
-            self._reader = StoreReader.open(self.client.store)
+            self._reader = self.client._open_reader()
         return self._reader
 
     def read_by(self, grouped: CollectiveRead) -> None:
