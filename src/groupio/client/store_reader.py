@@ -18,6 +18,7 @@ from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
 from groupio.client.address import refuse_checkpoint
 from groupio.client.chunk_reader import Wants, damage, default_threads, read_chunks
+from groupio.client.collection import collection_paused
 from groupio.client.destinations import destinations
 from groupio.errors import (
     FormatError,
@@ -260,7 +261,8 @@ class StoreReader:
         self.read_wants(
             manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage, fetch=fetch
         )
-        return {name: destination.finish() for name, destination in made.items()}
+        with collection_paused():
+            return {name: destination.finish() for name, destination in made.items()}
 
     def read_wants(
         self,
