@@ -122,6 +122,12 @@ class Connection:
         with self._lock:
             return list(self._saves.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for the agent."""
+        with self._lock:
+            return not (self._saves or self._settles or self._reads)
+
     def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
         """Send a message; AgentLost when the agent is gone or does not read."""
         try:

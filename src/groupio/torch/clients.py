@@ -1,44 +1,113 @@
-"""One client per store and place, made at the first call and kept for the next ones."""
+"""One client per store, place and launch, made at the first call and kept for the next ones."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import groupio
 from groupio.client.address import refuse_checkpoint
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
+from groupio.client.client import connected as connect_now
+from groupio.client.client import unconnected
+from groupio.client.handle import SaveHandle
 from groupio.controller.discover import Kind, find_controller
-from groupio.errors import InvalidInput
+from groupio.errors import InvalidInput, LateMember
 from groupio.settings import Settings
-from groupio.torch.members import Members
+from groupio.torch.members import Members, is_living, leave
 
 _lock = threading.Lock()
-_clients: dict[tuple[str, int, int, int], groupio.Client] = {}
 
 
-def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
+class _Key(NamedTuple):
+    where: str
+    rank: int
+    world_size: int
+    pid: int
+    launch_id: str | None
+
+
+@dataclass
+class _Entry:
+    client: groupio.Client
+    has_saved: bool = False
+
+
+_clients: dict[_Key, _Entry] = {}
+
+
+def client_for(
+    store: Any, members: Members, *, connected: bool = True, saves: bool = False
+) -> groupio.Client:
     """The client of this process for ``store``; a forked child makes its own.
 
     Without ``connected`` a new one connects in the background, so that a load does not wait for
-    the start of an agent that only a save needs.
+    the start of an agent that only a save needs. ``saves``: it is going to save, so clients of
+    earlier sets of members are over for this store.
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
+    """
+    where = address_of(store)
+    key = _Key(where, members.rank, members.world_size, os.getpid(), members.launch_id)
+    with _lock:
+        entry = _clients.get(key)
+        if entry is None:
+            client = unconnected(
+                where, rank=key.rank, world_size=key.world_size, launch_id=key.launch_id
+            )
+            entry = _clients[key] = _Entry((connect_now if connected else connect_ahead)(client))
+        entry.has_saved |= saves
+        over = _take_replaced(key) if saves else []
+    for client in over:
+        client.close()
+    return entry.client
+
+
+def _take_replaced(key: _Key) -> list[groupio.Client]:
+    """Clients of earlier launches that this one replaces, as soon as nothing of them is pending.
+
+    What they still have in flight keeps its handles and is decided without them.
+    """
+    over = []
+    for other, entry in list(_clients.items()):
+        is_same_store = (other.where, other.pid) == (key.where, key.pid)
+        if not is_same_store or other.launch_id == key.launch_id:
+            continue
+        if entry.has_saved and other.launch_id is not None:
+            leave(other.launch_id)
+        if (entry.has_saved or not is_living(other.launch_id)) and entry.client._is_idle:
+            over.append(_clients.pop(other).client)
+    return over
+
+
+def save_as(store: Any, members: Members, items: Mapping[str, Any], **how: Any) -> SaveHandle:
+    """Save as a member of a group: ``Client._save`` with the keywords ``how``."""
+    handle = client_for(store, members, saves=True)._save(items, **how)
+    launch_id = members.launch_id
+    if members.group is not None and launch_id is not None:
+
+        def done(handle: SaveHandle) -> None:
+            if isinstance(handle._error, LateMember):
+                leave(launch_id, refused=True)
+
+        handle.add_done_callback("durable", done)
+    return handle
+
+
+def address_of(store: Any) -> str:
+    """Where ``store`` is, whatever the current directory is later.
+
+    InvalidInput when it is no path or URL, or a checkpoint of another kind.
     """
     text = store if isinstance(store, str) else _text(store)
     # A relative path means another store after a change of directory.
     where = text if "://" in text else os.path.abspath(text)
     refuse_checkpoint(where.removeprefix("file://"))
-    key = (where, members.rank, members.world_size, os.getpid())
-    with _lock:
-        client = _clients.get(key)
-        if client is None:
-            connect = groupio.connect if connected else connect_ahead
-            client = connect(where, rank=members.rank, world_size=members.world_size)
-            _clients[key] = client
-        return client
+    return where
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -51,7 +120,7 @@ def agent_read(store: Any, members: Members) -> AgentRead | None:
 def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
-        return [client for key, client in _clients.items() if key[3] == os.getpid()]
+        return [entry.client for key, entry in _clients.items() if key.pid == os.getpid()]
 
 
 def _text(store: Any) -> str:
@@ -73,8 +142,8 @@ def close() -> None:
     """
     with _lock:
         pid = os.getpid()
-        own = [key for key in _clients if key[3] == pid]
-        clients = [_clients.pop(key) for key in own]
+        own = [key for key in _clients if key.pid == pid]
+        clients = [_clients.pop(key).client for key in own]
     for client in clients:
         client.close()
 

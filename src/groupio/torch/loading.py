@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from groupio.errors import (
     FormatError,
     GroupAborted,
     GroupIOError,
+    GroupTimeout,
     IntegrityError,
     InvalidInput,
     NotFound,
@@ -34,7 +35,7 @@ from groupio.errors import (
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, make_container
 from groupio.model import DecisionKey
-from groupio.torch.clients import client_for
+from groupio.torch.clients import address_of, client_for
 from groupio.torch.collective_read import CollectiveRead
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
@@ -45,6 +46,9 @@ from groupio.torch.taking import Finish, collect_fills, collect_take, take
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
+
+TELL_S = 15.0
+"""A rank that cannot load waits so long for the others to tell them why, in seconds."""
 
 READ_S = 1800.0
 """Reading may take this long, in seconds."""
@@ -89,19 +93,42 @@ def load(
     ``set_state_dict``.
     """
     members = find_members(process_group)
-    council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
-
-    def collective() -> CollectiveRead:
-        return CollectiveRead(exchange, process_group)
-
+    asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
     with collection_paused(), set_aside():
-        return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
+        request = _requested(state_dict, store, asked)
+        council = _meet(members, request)
+
+        def collective() -> CollectiveRead:
+            return CollectiveRead(council.beside("exchange", READ_S), process_group)
+
+        return _load(store, request, council, collective, strict=strict, fallback=fallback)
+
+
+def _requested(
+    state_dict: dict[Any, Any], store: str | os.PathLike[str], asked: dict[str, Any]
+) -> _Request | GroupIOError:
+    """What this rank is called to load, or what is wrong with it."""
+    try:
+        address_of(store)
+        template = template_of(state_dict)
+        return _Request(template, asked | {"step": _checked_step(asked["step"])})
+    except GroupIOError as error:
+        return error
+
+
+def _meet(members: Members, request: _Request | GroupIOError) -> Council:
+    """Meet the others; a rank whose own call is wrong does not wait long to tell them so."""
+    if not isinstance(request, GroupIOError):
+        return Council.meet(members, AGREE_S, "load")
+    try:
+        return Council.meet(members, min(TELL_S, AGREE_S), "load")
+    except GroupTimeout:
+        raise request from None
 
 
 def _load(
-    state_dict: dict[Any, Any],
     store: str | os.PathLike[str],
-    step: int | str,
+    request: _Request | GroupIOError,
     council: Council,
     collective: Callable[[], CollectiveRead],
     *,
@@ -112,9 +139,11 @@ def _load(
     by_group = False
     job: _Load | GroupIOError
     try:
+        if isinstance(request, GroupIOError):
+            raise request
         client = client_for(store, members, connected=False)
-        job = _Load(state_dict, client, members, strict)
-        asked: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
+        job = _Load(request.template, client, members, strict)
+        asked: Any = dict(request.asked)
         by_group = client.settings.fabric == "torch" and not council.alone
         if by_group:
             job.read_by(collective())
@@ -151,12 +180,19 @@ def _load(
                 return job.finish(choice)
 
 
+class _Request(NamedTuple):
+    """What a rank is called to fill, and how."""
+
+    template: Template
+    asked: dict[str, Any]
+
+
 class _Load:
     """The load of one member."""
 
     def __init__(
         self,
-        state_dict: dict[Any, Any],
+        template: Template,
         client: groupio.Client,
         members: Members,
         strict: bool,
@@ -164,7 +200,7 @@ class _Load:
         self.client = client
         self.strict = strict
         self._members = members
-        self._template: Template = template_of(state_dict)
+        self._template = template
         self._reader: StoreReader | None = None
         self._manifest: ManifestReader | None = None
         self._matching = Matching()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
@@ -10,14 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from groupio.client.arguments import check_deadline
+from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
 from groupio.client.values import Part
-from groupio.errors import InvalidInput, from_wire, to_wire
+from groupio.errors import (
+    GroupAborted,
+    GroupIOError,
+    GroupTimeout,
+    InvalidInput,
+    from_wire,
+    to_wire,
+)
 from groupio.format.structure import STRUCTURE, part_name
-from groupio.torch.clients import client_for
-from groupio.torch.members import Council, Members, find_members
+from groupio.torch.clients import client_for, save_as
+from groupio.torch.members import Council, Members, find_members, met
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
 from groupio.torch.tensors import PLAIN_TENSORS, Placed, all_plain, local_part, plain_part
@@ -77,15 +85,19 @@ def save(
     Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
     the other ranks learn of it on their handles.
     """
-    if not isinstance(dcp_door, bool):
-        raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
+    _check_options(dcp_door, on_error)
+    called_at, deadline_s = time.monotonic(), check_deadline(deadline_s)
     members = find_members(process_group)
-    sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    client = client_for(store, members)
-    _tell_earlier(client, members, on_error, deadline_s)
-    return client._save(
+    sharing = Sharing(check_verify(verify_replicas), members, check_epoch(step, "step"), replicated)
+    begun = _begin(store, members, step, on_error, called_at, deadline_s)
+    if isinstance(begun, SaveHandle):
+        return begun  # it failed
+    return save_as(
+        store,
+        begun,
         _Items(state_dict, sharing),
         epoch=step,
+        called_at=called_at,
         deadline_s=deadline_s,
         replicated=replicated,
         wait_for=wait_for,
@@ -94,23 +106,47 @@ def save(
     )
 
 
+def _check_options(dcp_door: object, on_error: object) -> None:
+    if not isinstance(dcp_door, bool):
+        raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
+    if on_error not in ON_ERROR:
+        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
+
+
+def _begin(
+    store: str | os.PathLike[str],
+    members: Members,
+    step: int,
+    on_error: str,
+    called_at: float,
+    deadline_s: float,
+) -> Members | SaveHandle:
+    """Meet the others where that is needed, and tell of earlier failures.
+
+    The handle of a failed save when they do not come.
+    """
+    if on_error == "raise":
+        council = Council.meet(members, deadline_s, "save")
+        _raise_earlier(client_for(store, council.members, saves=True), council)
+        return council.members
+    failed: GroupIOError | None = None
+    try:
+        members = met(members, deadline_s, "save")
+    except (GroupAborted, GroupTimeout) as error:
+        failed = error
+    client = client_for(store, members, connected=failed is None, saves=failed is None)
+    if on_error == "warn":
+        for epoch, unread in client._failures.unread():
+            client._failures.take_over([epoch])
+            warnings.warn(_not_saved(epoch, unread.message), RuntimeWarning, stacklevel=4)
+    return members if failed is None else client._failed(step, called_at, failed)
+
+
 def _not_saved(epoch: int, why: str) -> str:
     return f"epoch {epoch} was not saved: {why}"
 
 
-def _tell_earlier(client: Client, members: Members, on_error: str, deadline_s: float) -> None:
-    """What ``on_error`` asks for about failures of earlier saves; logging them is the client's."""
-    if on_error not in ON_ERROR:
-        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
-    if on_error == "warn":
-        for epoch, error in client._failures.unread():
-            client._failures.take_over([epoch])
-            warnings.warn(_not_saved(epoch, error.message), RuntimeWarning, stacklevel=3)
-    elif on_error == "raise":
-        _raise_earlier(client, members, check_deadline(deadline_s))
-
-
-def _raise_earlier(client: Client, members: Members, deadline_s: float) -> None:
+def _raise_earlier(client: Client, council: Council) -> None:
     """Raise the first failure that a rank knows and its caller has not read, on all ranks.
 
     News of a failure does not reach all ranks at the same time: one that raised alone would leave
@@ -118,15 +154,15 @@ def _raise_earlier(client: Client, members: Members, deadline_s: float) -> None:
     """
     unread = client._failures.unread()
     mine = {str(epoch): to_wire(error) for epoch, error in unread}
-    council = Council(members, "on_error", deadline_s, again="save")
-    verdict = council.decide({"rank": members.rank, "failed": mine}, _first_failure)
+    rank = council.members.rank
+    verdict = council.decide({"rank": rank, "failed": mine}, _first_failure)
     if not verdict["epochs"]:
         return
     client._failures.take_over(verdict["epochs"])
     error = from_wire(verdict["failure"])
     for epoch, own in unread:
         if own.message not in error.message:
-            error.add_note(f"rank {members.rank}: {_not_saved(epoch, own.message)}")
+            error.add_note(f"rank {rank}: {_not_saved(epoch, own.message)}")
     raise error
 
 
