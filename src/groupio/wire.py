@@ -266,6 +266,7 @@ class Channel:
     def abandon(self) -> None:
         """Close this process's copy only: in a forked child the parent's stays connected."""
         self._sock.close()
+        self._scratch = bytearray()
         _close_all(self._incoming_fds)
         self._incoming_fds.clear()
         for received in self._ready:

@@ -212,7 +212,13 @@ class World:
     def come(self, name: str = "c0", rank: int = 0) -> None:
         """A client says Hello."""
         self.driver.clients[name] = SimpleNamespace(  # type: ignore[assignment]
-            client=name, called_at={}, notes=(), job=self.job, connected=True, hello=None
+            client=name,
+            called_at={},
+            notes=(),
+            job=self.job,
+            connected=True,
+            hello=None,
+            seated=True,
         )
         arrived = ev.ClientArrived(name, PROCESS, rank, 2, node="n0")
         self.job.tell(arrived)

@@ -221,5 +221,5 @@ def test_unreadable_is_not_missing(
 def test_catalog_counts_aborts(maker: StoreMaker) -> None:
     maker.abort(DecisionKey(1, 30, 1))
     catalog = read_catalog(maker.backend)
-    assert list(catalog.aborted) == [DecisionKey(1, 30, 1)]
+    assert catalog.decisions.aborted == [DecisionKey(1, 30, 1)]
     assert catalog.visible == {10: FIRST, 20: SECOND}

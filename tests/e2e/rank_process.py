@@ -64,6 +64,23 @@ def times(handle: groupio.SaveHandle) -> dict[str, Any]:
     }
 
 
+def cycles(
+    store: str, count: int, first: int, save: bool = False, stores: int = 1, **connect: Any
+) -> dict[str, Any]:
+    """Connect and close so often, one client after the other, with a save and now and then a load
+    in between; ``stores`` are taken in turn."""
+    for number in range(first, first + count):
+        path = f"{store}{number % stores}"
+        with groupio.connect(path, **connect) as one:
+            if save:
+                handle = one.save({"x": number, "y": b"y" * 5000}, epoch=number)
+                handle.wait("durable", timeout_s=60)
+                if number % 10 == 0:
+                    assert one.load()["x"] == number
+                    assert one.epochs()[-1].epoch == number
+    return {}
+
+
 def run(command: dict[str, Any]) -> dict[str, Any]:
     global client
     what = command.pop("do")
@@ -114,6 +131,8 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             assert client is not None
             client.close()
             return {}
+        case "cycles":
+            return cycles(**command)
         case "fds":
             return {"fds": len(os.listdir("/proc/self/fd"))}
     raise AssertionError(what)

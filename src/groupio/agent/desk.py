@@ -35,7 +35,7 @@ class Desk:
         try:
             self._take(peer, message)
         except InvalidInput as error:
-            log.warning("client of process %d: %s", peer.process.pid, error)
+            log.warning("client of process %d: %s", peer.pid, error)
             self._driver.send(peer, msg.Refused(to_wire(error)))
             self._driver.disconnect(peer)
 
@@ -80,11 +80,7 @@ class Desk:
                 else:
                     raise InvalidInput(f"a client asked for a share of {share}")
             case msg.Bye():
-                # It writes to no lease any more, which is all that the arena's fence asks.
-                driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
-                if peer.job.joining is not None:
-                    driver.reads.client_left(peer.client, fenced=True)
-                peer.job.tell(ev.MemberGone(peer.client, process_gone=False))
+                driver.parted(peer)
 
     def _read(self, peer: Peer, job: Job, message: msg.ReadOpen | msg.Took | msg.ReadClose) -> None:
         if job.joining is not None:
@@ -104,6 +100,7 @@ class Desk:
                 f"the client speaks protocol version {hello.version}, this agent "
                 f"{msg.PROTOCOL_VERSION}; use one release of groupio on a node"
             )
+        driver.watches.add(peer)
         peer.hello = hello
         peer.job = driver.job_of(os.path.realpath(hello.store), hello)
         peer.notes = staged_notes(peer.process.pid)
@@ -129,6 +126,7 @@ class Desk:
             node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
+        driver.replaces(peer)
         host = peer.job.host
         if host is not None and not host.controller.store_open:
             host.open_store()
@@ -136,6 +134,7 @@ class Desk:
     def _open(self, peer: Peer, job: Job, message: msg.OpenSave) -> None:
         hello = peer.hello
         assert hello is not None
+        peer.opened = True
         peer.called_at[message.save_id] = message.called_at
         try:
             items, layout = self._driver.flushing.tables.get(message.items, message.items_id)
@@ -180,6 +179,14 @@ class Desk:
     def _refuse(self, peer: Peer, save_id: int, error: GroupIOError) -> None:
         self._driver.send(peer, msg.Failed(save_id, to_wire(error)))
 
+    def forget(self, peer: Peer) -> None:
+        """The client is gone for good: nothing is sent to it, and no group waits for its items."""
+        if peer.job is not None:
+            settling = peer.job.settling
+            settling[:] = [waiting for waiting in settling if waiting[0] is not peer]
+        if not self._driver.machine.has_save(peer.client):
+            self._driver.flushing.forget(peer.client)
+
     def _save_failed(self, peer: Peer, job: Job, save_id: int, error: GroupIOError) -> None:
         self._driver.tell_machine(ev.WriterStopped(peer.client, save_id))
         job.tell(ev.MemberFailed(peer.client, save_id, error))
@@ -223,6 +230,7 @@ class Desk:
                 error["message"] += self._what_held(called_at)
             self._driver.send(peer, msg.Failed(seat.save_id, error))
             return
+        self._driver.seated(peer)
         now = time.monotonic()
         if called_at is not None:
             metrics.observe("groupio_level_seconds", now - called_at, str(effect.level))

@@ -83,6 +83,10 @@ class Doors:
             # A rewind may have left the door of an abandoned epoch under this one's number.
             self._order(wish)
 
+    def forget(self, path: str) -> None:
+        """The store at ``path`` is closed: no save of it is undecided."""
+        self._asked = {seat: wish for seat, wish in self._asked.items() if wish.path != path}
+
     def _is_elsewhere(self, path: str, seat: MemberSeat) -> bool:
         job = self._driver.jobs.get(path)
         if job is None or job.joining is None:

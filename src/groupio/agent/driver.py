@@ -27,7 +27,7 @@ from groupio.agent.job import Job
 from groupio.agent.lending import Memory, yield_to_others
 from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
-from groupio.agent.peer import Peer
+from groupio.agent.peer import Peer, Watches
 from groupio.agent.process import Residence
 from groupio.agent.rest import Rest
 from groupio.agent.uplink import Uplink
@@ -58,6 +58,11 @@ PROCESS_END_S = 0.1
 """A killed process loses its sockets a moment before it is seen to have ended."""
 
 
+UNSEATED_KEPT = 8
+"""So many clients of a process are kept whose saves never came to a group, as those of a store
+that refuses all: whether their controller takes one of them for the member is not known here."""
+
+
 class Driver:
     """The agent of one node: every client, job and byte of staging memory."""
 
@@ -75,6 +80,7 @@ class Driver:
         self.jobs: dict[str, Job] = {}
         self.peers: dict[int, Peer] = {}
         self.clients: dict[str, Peer] = {}
+        self.watches = Watches(self._process_ended)
         self.memory = Memory(self)
         self.draining = False
         self.copies_active = 0
@@ -114,7 +120,8 @@ class Driver:
         await self._done
         self._loop.remove_reader(self.residence.listener.fileno())
         for peer in list(self.peers.values()):
-            self._drop(peer)
+            self._hang_up(peer)
+        self.watches.close()
         if self.network is not None:
             self.network.part()
         for job in self.jobs.values():
@@ -175,6 +182,10 @@ class Driver:
 
     def _let_go(self, path: str) -> None:
         job = self.jobs.pop(path)
+        for peer in self.watches.of_job(job):
+            if not peer.connected and peer.fenced:
+                self._forget(peer)
+        self.doors.forget(path)
         job.leave()
         self._closing.submit(job.end)
 
@@ -196,16 +207,15 @@ class Driver:
         except (BlockingIOError, InterruptedError):
             return
         channel = Channel(sock, msg.ToAgent)
-        if channel.peer()[1] != os.getuid():
-            log.warning("refused a connection of user %d", channel.peer()[1])
+        pid, user = channel.peer()
+        if user != os.getuid():
+            log.warning("refused a connection of user %d", user)
             channel.close()
             return
-        peer = Peer.of(channel)
+        peer = Peer(channel, pid)
         assert self._loop is not None
         self.peers[id(peer)] = peer
         self._loop.add_reader(channel.fileno(), self._readable, peer)
-        if peer.pidfd >= 0:
-            self._loop.add_reader(peer.pidfd, self._process_ended, peer)
 
     def _readable(self, peer: Peer) -> None:
         try:
@@ -241,64 +251,105 @@ class Driver:
     def disconnect(self, peer: Peer) -> None:
         """The connection is over; the process behind it may live on."""
         if peer.connected:
+            self._hang_up(peer)
+            if peer.hello is not None:
+                self.foreground.leave(peer.client)
+                if not peer.process_gone and not peer.fenced:
+                    assert self._loop is not None
+                    self._loop.call_later(PROCESS_END_S, self._broke_off, peer)
+        self._forget_if_over(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.connected:
             assert self._loop is not None
             self._loop.remove_writer(peer.channel.fileno())
             self._loop.remove_reader(peer.channel.fileno())
             peer.connected = False
             peer.channel.close()
-            if peer.hello is not None:
-                self.foreground.leave(peer.client)
-            if peer.hello is not None and not peer.process_gone:
-                self._loop.call_later(PROCESS_END_S, self._closed_only, peer)
+
+    def parted(self, peer: Peer) -> None:
+        """The client said that it writes to no lease any more, and that it leaves."""
+        peer.fenced = True
+        self._member_gone(peer)
+
+    def _broke_off(self, peer: Peer) -> None:
+        """The connection ended without a word, and the process did not."""
+        if peer.process_gone:
+            return
+        if peer.unseen:
+            peer.process_gone = True
+        reads = None if self.network is None else self.network.reads
+        has_memory = peer.client in self.machine.arenas
+        peer.fenced = not has_memory and (reads is None or not reads.lends_to(peer.client))
+        self._member_gone(peer)
         self._forget_if_over(peer)
 
-    def _closed_only(self, peer: Peer) -> None:
-        """The connection ended and the process did not: it closed its client, or broke off."""
-        if not peer.process_gone:
-            # Where the process cannot be watched, the end of its socket has to do.
-            self.member_gone(peer, process_gone=peer.pidfd < 0)
-            self._forget_if_over(peer)
+    def _process_ended(self, peers: list[Peer]) -> None:
+        for peer in peers:
+            # What it sent before its end still counts.
+            if peer.connected:
+                self._readable(peer)
+            peer.process_gone = True
+            self._member_gone(peer)
+            self.disconnect(peer)
 
-    def _process_ended(self, peer: Peer) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(peer.pidfd)
-        # What it sent before its end still counts.
-        if peer.connected:
-            self._readable(peer)
-        peer.process_gone = True
-        if peer.hello is not None:
-            self.member_gone(peer, process_gone=True)
-        os.close(peer.pidfd)
-        peer.pidfd = -1
-        self.disconnect(peer)
-
-    def member_gone(self, peer: Peer, *, process_gone: bool) -> None:
+    def _member_gone(self, peer: Peer) -> None:
         """Tell the machines that a client is gone."""
-        event = ev.MemberGone(peer.client, process_gone)
+        # All that the fence of the memory asks is that it writes there no more.
+        fenced = peer.fenced or peer.process_gone
         if self.network is not None:
-            self.network.reads.client_left(peer.client, fenced=process_gone)
+            self.network.reads.client_left(peer.client, fenced=fenced)
         if peer.job is not None:
-            peer.job.tell(event)
-        self.tell_machine(event)
+            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone))
+        self.tell_machine(ev.MemberGone(peer.client, fenced))
 
     def _forget_if_over(self, peer: Peer) -> None:
-        if peer.connected or (peer.pidfd >= 0 and not peer.process_gone):
+        """Keep a client that is gone only for what the end of its process changes.
+
+        That frees memory that it may still write to, and its controller waits less long for a
+        rank that ended than for one that may connect again.
+        """
+        if peer.connected:
             return
         self.peers.pop(id(peer), None)
-        if peer.hello is not None and self.clients.get(peer.client) is peer:
-            del self.clients[peer.client]
+        if peer.hello is None:
+            return
+        if peer.fenced or peer.process_gone:
+            self.clients.pop(peer.client, None)
+            job = peer.job
+            if peer.process_gone or job is None or self.jobs.get(job.path) is not job:
+                self._forget(peer)
 
-    def _drop(self, peer: Peer) -> None:
-        assert self._loop is not None
-        if peer.connected:
-            self._loop.remove_writer(peer.channel.fileno())
-            self._loop.remove_reader(peer.channel.fileno())
-            peer.connected = False
-            peer.channel.close()
-        if peer.pidfd >= 0:
-            self._loop.remove_reader(peer.pidfd)
-            os.close(peer.pidfd)
-            peer.pidfd = -1
+    def _forget(self, peer: Peer) -> None:
+        self.watches.remove(peer)
+        self.desk.forget(peer)
+
+    def replaces(self, peer: Peer) -> None:
+        """Forget clients that this one follows as the same member of the same process.
+
+        One that its controller may know as the member stays until it knows this one as that.
+        """
+        older = self.watches.before(peer)
+        for one in older:
+            if peer.seated or not one.opened:
+                self._replaced(one)
+        left = [one for one in self.watches.before(peer) if not one.seated]
+        for one in left[: max(len(left) - UNSEATED_KEPT, 0)]:
+            self._replaced(one)
+
+    def seated(self, peer: Peer) -> None:
+        """A save of the client is STAGED at least."""
+        if not peer.seated:
+            peer.seated = True
+            self.replaces(peer)
+
+    def _replaced(self, peer: Peer) -> None:
+        if self.machine.has_save(peer.client):
+            return  # its group is in flight
+        peer.process_gone = True
+        assert peer.job is not None
+        peer.job.tell(ev.MemberGone(peer.client, process_gone=True))
+        self._forget(peer)
 
     # -- machines ---------------------------------------------------------
 

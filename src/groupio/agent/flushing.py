@@ -97,6 +97,11 @@ class Flushing:
             case fx.EndJob(group=group, delete_segments=delete):
                 self._end(group, delete)
 
+    def forget(self, client: str) -> None:
+        """The client is gone, and no group has a save of it."""
+        for key in [key for key in self.items if key[0] == client]:
+            del self.items[key]
+
     def _cancel(self, group: int) -> None:
         """Stop the job; it is idle when nobody uses its memory, peers included."""
         flush, network = self._jobs[group][0], self._driver.network

@@ -68,6 +68,10 @@ class Reads:
         for read in list(self._reads.values()):
             read.client_left(client, fenced=fenced)
 
+    def lends_to(self, client: str) -> bool:
+        """A rank may be looking at memory of a read."""
+        return any(read.lends_to(client) for read in self._reads.values())
+
     # -- the controller ---------------------------------------------------------------------------
 
     def take(self, job: Job, message: Any) -> None:

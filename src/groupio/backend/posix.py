@@ -314,6 +314,25 @@ class PosixBackend(PosixTree):
             where.sync(force=not placed, outcome=Outcome.UNKNOWN)
         return placed
 
+    def replace(self, folder: str, name: str, data: bytes) -> None:
+        """Write a derived file in the place of an older one, whole or not at all.
+
+        Its bytes are durable on return, its name is not.
+        """
+        self._rename_new(self._writable(folder), check_name(name), data)
+
+    def _rename_new(self, folder: Folder, name: str, data: bytes) -> FileId:
+        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
+        try:
+            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except OSError as error:
+            path = os.path.join(folder.path, name)
+            full = storage_error(error, path, "create", near=folder.fd)
+            remove_quietly(folder, temporary)
+            raise full from error
+        folder.entry_made()
+        return identity
+
     def prepare(self, key: DecisionKey, data: bytes) -> None:
         """Write the record that :meth:`commit_prepared` makes the decision; its bytes are durable.
 
@@ -321,14 +340,7 @@ class PosixBackend(PosixTree):
         decision makes it so: it is flushed once, and before that nothing survives the node.
         """
         name, folder = check_name(str(key)), self._writable(PREPARED)
-        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
-        try:
-            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-        except OSError as error:
-            full = storage_error(error, self._where(PREPARED, name), "create", near=folder.fd)
-            remove_quietly(folder, temporary)
-            raise full from error
-        folder.entry_made()
+        identity = self._rename_new(folder, name, data)
         if not self._node_local:
             folder.sync()
         with self._lock:

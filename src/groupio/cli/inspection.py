@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, INFLIGHT, PREPARED, SEGMENTS
+from groupio.backend.base import CATALOGUE, EPOCHS, INFLIGHT, PREPARED, SEGMENTS, RandomReader
 from groupio.backend.posix import PosixBackend
-from groupio.cli.catalog import Catalog, Unreadable, open_manifest, read_catalog
+from groupio.cli.catalog import Catalog, Unreadable, read_catalog
 from groupio.door.check import check_door
 from groupio.errors import (
     FormatError,
@@ -21,15 +21,20 @@ from groupio.errors import (
     NotFound,
     StorageError,
 )
+from groupio.format.checks import check_manifest
 from groupio.format.envelope import HEADER_BYTES, read_envelope
-from groupio.format.manifest import ManifestReader
+from groupio.format.manifest import ManifestReader, SharedTables
 from groupio.format.records import parse_key, parse_segment_name
 from groupio.format.segment import SEGMENT_HEADER_BYTES, SegmentReader, decode_header
 from groupio.model import DecisionKey, Manifest
+from groupio.store.catalogue import check_catalogue
 from groupio.testing import invariants
 from groupio.testing.invariants import Decision, Observed, SegmentSummary, Violation
 
 READ_ERRORS = (FormatError, IntegrityError, NotFound, StorageError)
+
+WHOLE_BYTES = 1 << 20
+"""A manifest of up to this size is read at once."""
 
 STRANGER = "not a name of groupio"
 
@@ -87,7 +92,8 @@ class Inspector:
     def __init__(self, backend: PosixBackend, only: DecisionKey | None = None) -> None:
         self._backend = backend
         self._only = only
-        self._catalog: Catalog = read_catalog(backend)
+        self._catalog: Catalog = read_catalog(backend, from_files=True)
+        self._aborted = set(self._catalog.decisions.aborted)
         self._found: list[Damage] = []
         self._manifests: dict[DecisionKey, Manifest] = {}
         self._users: dict[str, set[int]] = {}
@@ -113,6 +119,7 @@ class Inspector:
         result.epochs_checked = tuple(sorted({key.epoch for key in self._manifests}))
         if self._only is None:
             result.leftovers = self._leftovers()
+            self._check_catalogue()
         self._doors(result, read_data, progress)
         self._found += map(self._of_violation, self._violations(result.store))
         result.damage = _joined(self._found)
@@ -124,15 +131,16 @@ class Inspector:
         for bad in self._catalog.unreadable:
             if self._only in (None, bad.key):
                 self._found.append(self._of_record(bad))
+        shared = SharedTables()
         for key in self._catalog.committed:
             if self._only not in (None, key):
                 continue
             path = f"{self._backend.path}/{EPOCHS}/{key}"
             try:
                 with self._backend.reader(EPOCHS, str(key)) as reader:
-                    opened = open_manifest(reader)
-                    opened.verify_structure()
+                    opened = ManifestReader(_at_once(reader), reader.size, reader.path, shared)
                     manifest = opened.manifest()
+                    check_manifest(manifest, reader.path, shared.chunk_lengths)
             except READ_ERRORS as error:
                 self._found.append(self._of_record(Unreadable(path, error, key)))
                 continue
@@ -144,6 +152,12 @@ class Inspector:
     def _of_record(self, bad: Unreadable) -> Damage:
         epochs = (bad.key.epoch,) if bad.key is not None else ()
         return Damage(self._record_kind(bad), bad.path, bad.error.message, None, epochs)
+
+    def _check_catalogue(self) -> None:
+        wrong = check_catalogue(self._backend, self._catalog.decisions)
+        if wrong:
+            detail = f"{wrong}; no epoch is hurt, and it is made again once it is removed"
+            self._found.append(Damage("corrupt", f"{self._backend.path}/{CATALOGUE}", detail))
 
     def _record_kind(self, bad: Unreadable) -> str:
         if isinstance(bad.error, NotFound):
@@ -299,7 +313,7 @@ class Inspector:
         ]
         decisions += [
             Decision(key, False, record.incarnation, record.write_id)
-            for key, record in catalog.aborted.items()
+            for key, record in catalog.decisions.aborts.items()
         ]
         return Observed(
             decisions=tuple(sorted(decisions, key=lambda d: d.key)),
@@ -339,7 +353,7 @@ class Inspector:
     # -- what nobody needs ---------------------------------------------------------------------
 
     def _leftovers(self) -> list[Leftover]:
-        decided = {*self._catalog.committed, *self._catalog.aborted}
+        decided = {*self._catalog.committed, *self._aborted}
         decided |= {bad.key for bad in self._catalog.unreadable if bad.key is not None}
         announced = {
             key
@@ -374,7 +388,7 @@ class Inspector:
         if parsed is None:
             return [Leftover("garbage", path, STRANGER)]
         key = parsed[0]
-        if key in self._catalog.aborted:
+        if key in self._aborted:
             return [Leftover("garbage", path, f"epoch {key.epoch} was aborted")]
         if key in decided:
             return [Leftover("garbage", path, f"epoch {key.epoch} does not use it")]
@@ -395,7 +409,7 @@ class Inspector:
         parsed = parse_segment_name(name)
         if parsed is None:
             return
-        if parsed[0] in self._catalog.aborted:
+        if parsed[0] in self._aborted:
             path = f"{self._backend.path}/{SEGMENTS}/{name}"
             detail = f"committed epochs use it, but epoch {parsed[0].epoch} is decided aborted"
             epochs = tuple(sorted(self._users[name]))
@@ -415,6 +429,14 @@ class Inspector:
         except READ_ERRORS:
             return False
         return True
+
+
+def _at_once(reader: RandomReader) -> Callable[[int, int], bytes]:
+    """Reads parts of a small file with one call of the system for all; of a large one, each."""
+    if reader.size > WHOLE_BYTES:
+        return reader.read
+    data = reader.read(0, reader.size)
+    return lambda offset, length: data[offset : offset + length]
 
 
 def _joined(found: list[Damage]) -> list[Damage]:

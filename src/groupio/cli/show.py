@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from groupio.backend.base import EPOCHS
+from groupio.backend.posix import PosixBackend
 from groupio.cli.catalog import Catalog, open_manifest, open_store, read_catalog
 from groupio.cli.output import (
     ANSWER_IS_NO,
@@ -18,12 +19,14 @@ from groupio.cli.output import (
     emit_json,
     iso,
     moment,
+    print_rows,
     size,
     table,
     text,
 )
 from groupio.cli.status import ranks as rank_list
 from groupio.door.publish import has_door
+from groupio.errors import StorageError
 from groupio.model import DecisionKey, EpochHeader, ItemSpec, Manifest
 
 ITEMS_SHOWN = 40
@@ -46,8 +49,7 @@ def list_epochs(store: StoreArgument, as_json: JsonFlag = False) -> int:
     with open_store(store) as backend:
         catalog = read_catalog(backend)
         path = backend.path
-        with backend.doors() as doors:
-            with_door = {k for k, header in catalog.committed.items() if has_door(doors, header)}
+        with_door = _with_door(backend, catalog)
     visible = set(catalog.visible.values())
     if as_json:
         body = _store_json(catalog, path)
@@ -62,6 +64,19 @@ def list_epochs(store: StoreArgument, as_json: JsonFlag = False) -> int:
     else:
         _print_epochs(catalog, visible)
     return ANSWER_IS_NO if catalog.unreadable else OK
+
+
+def _with_door(backend: PosixBackend, catalog: Catalog) -> set[DecisionKey]:
+    with backend.doors() as doors:
+        try:
+            names = set(doors.list())
+        except StorageError:
+            return set()  # `verify` says what is in the place of the doors
+        return {
+            key
+            for key, header in catalog.committed.items()
+            if str(key.epoch) in names and has_door(doors, header)
+        }
 
 
 def _store_json(catalog: Catalog, path: str) -> dict[str, Any]:
@@ -101,7 +116,8 @@ def _print_epochs(catalog: Catalog, visible: set[DecisionKey]) -> None:
     out = console()
     several = len({key.lineage for key in catalog.committed}) > 1
     numbers = ("epoch", "lineage", "members", "logical", "unique", "stored")
-    rows = table(*(n for n in numbers if several or n != "lineage"), "committed", "", right=numbers)
+    columns = [*(n for n in numbers if several or n != "lineage"), "committed", ""]
+    rows = []
     for key, header in sorted(catalog.committed.items()):
         cells = [str(header.epoch), str(header.world_size), size(header.bytes_logical)]
         if several:
@@ -110,9 +126,9 @@ def _print_epochs(catalog: Catalog, visible: set[DecisionKey]) -> None:
         note = "" if key in visible else "abandoned by a rewind"
         if header.metadata:
             note = f"{note} {header.metadata}".strip()
-        rows.add_row(*cells, moment(header.created_at), text(note))
-    if catalog.committed:
-        out.print(rows)
+        rows.append([*cells, moment(header.created_at), note])
+    if rows:
+        print_rows(columns, rows)
     else:
         out.print("no epoch is committed yet")
     for bad in catalog.unreadable:

@@ -309,11 +309,6 @@ class Client:
         handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
         return handle
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether nothing waits for an agent: no save, no read, no question."""
-        return all(connection.is_idle for connection in self._connections)
-
     def _end_rewind(self, handle: SaveHandle) -> None:
         if handle.outcome is Outcome.COMMITTED:
             self._rewind_to = None
@@ -485,6 +480,21 @@ class Client:
         living.remove(self)
         self._failures.close()
 
+    def _leave_if_idle(self) -> bool:
+        """Leave the agent unless something is under way; the next call connects again."""
+        if not self._connecting.acquire(blocking=False):
+            return False
+        try:
+            if any(connection.is_busy for connection in self._connections):
+                return False
+            idle, self._connections = self._connections, []
+        finally:
+            self._connecting.release()
+        for connection in idle:
+            connection.close(AgentLost("the client left the agent meanwhile; call again"))
+        living.remove(self)
+        return True
+
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
         limit = self.settings.connect_timeout_s
@@ -499,6 +509,7 @@ class Client:
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
             self._connections.append(connection)
+            living.add(self)
             self._intervals.greet(connection)
             return connection
         finally:

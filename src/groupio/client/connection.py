@@ -123,10 +123,10 @@ class Connection:
             return list(self._saves.values())
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits for the agent."""
+    def is_busy(self) -> bool:
+        """A save is not decided, or an answer of the agent is awaited."""
         with self._lock:
-            return not (self._saves or self._settles or self._reads)
+            return bool(self._saves or self._settles or self._reads)
 
     def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
         """Send a message; AgentLost when the agent is gone or does not read."""

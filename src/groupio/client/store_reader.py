@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, LINEAGES, Backend, is_no_record
+from groupio.backend.base import EPOCHS, LINEAGES, Backend
 from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
 from groupio.client.address import refuse_checkpoint
@@ -21,11 +21,9 @@ from groupio.client.chunk_reader import Wants, damage, default_threads, read_chu
 from groupio.client.destinations import destinations
 from groupio.errors import (
     FormatError,
-    GroupIOError,
     IntegrityError,
     InvalidInput,
     NotFound,
-    StorageError,
 )
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
@@ -38,6 +36,7 @@ from groupio.format.records import (
 from groupio.model import (
     ChunkTable,
     DecisionKey,
+    EpochHeader,
     EpochInfo,
     Lineage,
     MemberTable,
@@ -45,6 +44,7 @@ from groupio.model import (
 )
 from groupio.plan.layout import Layout, lay_out
 from groupio.protocol import lineage as lines
+from groupio.store.catalogue import read_decisions
 
 log = logging.getLogger("groupio.client")
 
@@ -158,19 +158,11 @@ class StoreReader:
 
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; see ``damaged`` for the rest."""
-        self.damaged = []
-        committed: dict[DecisionKey, EpochInfo] = {}
-        for key in self.keys():
-            try:
-                manifest = self.manifest(key)
-            except GroupIOError as error:
-                if not is_no_record(error):
-                    raise
-                log.warning("epoch %d cannot be listed: %s", key.epoch, error)
-                self.damaged.append((str(key), error.message))
-                continue
-            if manifest is not None:
-                committed[key] = _info(manifest, key)
+        decisions = read_decisions(self.backend)
+        self.damaged = [(str(key), error.message) for key, error in decisions.damaged.items()]
+        for key, error in decisions.damaged.items():
+            log.warning("epoch %d cannot be listed: %s", key.epoch, error)
+        committed = {key: _info(header) for key, header in decisions.headers().items()}
         lineages = self.lineages()
         line = set(lines.visible(committed, lineages, lines.current(lineages)).values())
         listed = sorted(committed, key=lambda k: (k.epoch, k.lineage, k.attempt))
@@ -211,7 +203,7 @@ class StoreReader:
 
     def not_found(self, epoch: int | str, rewind_to: int | None = None) -> NotFound:
         """The error that says which epochs there are instead of ``epoch``."""
-        known = sorted({key.epoch for key in self.keys() if self._is_committed(key)})
+        known = sorted({key.epoch for key in read_decisions(self.backend).committed})
         what = "no epoch" if epoch == "latest" else f"no epoch {epoch}"
         if epoch == "latest" and rewind_to is not None:
             what += f" up to {rewind_to}"
@@ -227,12 +219,6 @@ class StoreReader:
             path=self.path,
             epoch=None if isinstance(epoch, str) else epoch,
         )
-
-    def _is_committed(self, key: DecisionKey) -> bool:
-        try:
-            return self.manifest(key) is not None
-        except (IntegrityError, FormatError, StorageError):
-            return False  # only for a message about other epochs
 
     # -- items -----------------------------------------------------------------------------------
 
@@ -408,8 +394,7 @@ def _opener(
     return open_first
 
 
-def _info(manifest: ManifestReader, key: DecisionKey) -> EpochInfo:
-    header = manifest.header
+def _info(header: EpochHeader) -> EpochInfo:
     return EpochInfo(
         epoch=header.epoch,
         members=header.world_size,
@@ -417,6 +402,6 @@ def _info(manifest: ManifestReader, key: DecisionKey) -> EpochInfo:
         bytes_unique=header.bytes_unique,
         bytes_stored=header.bytes_stored,
         committed_at=header.created_at,
-        lineage=key.lineage,
+        lineage=header.lineage,
         metadata=header.metadata,
     )

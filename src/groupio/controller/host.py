@@ -288,10 +288,9 @@ class Host:
                     lambda: ev.Prepared(group, self.store.prepare(effect, see, paths)),
                     lambda e: ev.Prepared(group, error=e),
                 )
-            case fx.CompareEpoch(group=group, key=key):
-                committed = self.controller.committed[key]
+            case fx.CompareEpoch(group=group):
                 return (
-                    lambda: ev.Compared(group, self.store.compare(effect, committed)),
+                    lambda: ev.Compared(group, self.store.compare(effect)),
                     lambda e: ev.Compared(group, False, e),
                 )
             case fx.Decide(group=group):

@@ -48,6 +48,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol.reasons import is_away
+from groupio.store.catalogue import RECENT, read_decisions, write_catalogue
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class JobStore:
     """A call failed as it does when the store is away."""
     _prepared_before: set[DecisionKey] = field(default_factory=set)
     """Prepared through a backend before this one, which does not know their records."""
+    _decided_since: int = 0
+    """Decisions since the catalogue was looked at."""
     _renewing: threading.Lock = field(default_factory=threading.Lock)
 
     def for_controller(self) -> JobStore:
@@ -461,8 +464,15 @@ class JobStore:
             path=path,
         )
 
-    def compare(self, effect: fx.CompareEpoch, committed: bytes) -> bool:
-        """The members' content is that of the committed epoch."""
+    @_asking
+    def compare(self, effect: fx.CompareEpoch) -> bool:
+        """The members' content is that of the committed epoch, by its own record.
+
+        IntegrityError or FormatError when that cannot be read.
+        """
+        self.renew()
+        with self._manifest(effect.key) as manifest:
+            committed = manifest.header.content_id
         return dedup.content_id(effect.reports, effect.world_size) == committed
 
     @_asking
@@ -509,12 +519,17 @@ class JobStore:
     def forget(self, key: DecisionKey) -> None:
         """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
         self._unheard.pop(key, None)
+        self._decided_since += 1
         try:
             self.renew()
             self.backend.delete("inflight", str(key))
+            if self._decided_since >= RECENT:
+                # Its members know of the decision: this is on nobody's way.
+                self._decided_since = 0
+                write_catalogue(self.backend, read_decisions(self.backend))
         except GroupIOError as error:
             self.doubt(error)
-            log.warning("the in-flight record of %s stays until recovery: %s", key, error)
+            log.warning("what is left of attempt %s stays until recovery: %s", key, error)
 
     def close(self) -> None:
         """Close the store; a later open finds it again."""

@@ -103,6 +103,12 @@ ROOT_BYTES_MAX = 1 << 24
 METADATA_BYTES_MAX = 1 << 20
 """Largest encoded ``metadata`` of an epoch, in bytes."""
 
+CATALOGUE_BYTES_MAX = 1 << 26
+"""Largest catalogue of decisions, in bytes, packed and unpacked."""
+
+CATALOGUE_ENTRY_BYTES_MAX = 4096
+"""Largest entry of a catalogue, in bytes; an epoch with more metadata has none."""
+
 TEXT_MAX = 1 << 16
 """Longest free text in a record (a reason, a job name, a host), in characters."""
 

@@ -1,4 +1,8 @@
-"""One client per store, place and launch, made at the first call and kept for the next ones."""
+"""One client per store, place and launch, made at the first call and kept for the next ones.
+
+A job that saves each of its checkpoints into a store of its own would gather clients, so only those
+of the last few stores keep their connection to the agent, and the agent their stores open.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,10 @@ class _Entry:
 
 
 _clients: dict[_Key, _Entry] = {}
+"""Those used last at the end."""
+
+STORES_KEPT = 4
+"""Clients of so many stores stay connected when they have nothing to do."""
 
 
 def client_for(
@@ -54,34 +62,40 @@ def client_for(
     where = address_of(store)
     key = _Key(where, members.rank, members.world_size, os.getpid(), members.launch_id)
     with _lock:
-        entry = _clients.get(key)
+        entry = _clients.pop(key, None)
         if entry is None:
             client = unconnected(
                 where, rank=key.rank, world_size=key.world_size, launch_id=key.launch_id
             )
-            entry = _clients[key] = _Entry((connect_now if connected else connect_ahead)(client))
+            entry = _Entry((connect_now if connected else connect_ahead)(client))
         entry.has_saved |= saves
-        over = _take_replaced(key) if saves else []
-    for client in over:
-        client.close()
+        _clients[key] = entry
+    _leave_unused(key if saves else None)
     return entry.client
 
 
-def _take_replaced(key: _Key) -> list[groupio.Client]:
-    """Clients of earlier launches that this one replaces, as soon as nothing of them is pending.
+def _leave_unused(saving: _Key | None) -> None:
+    """Let go of clients that have nothing to do: of the stores that were not used for longest, and
+    of earlier launches that the one of ``saving`` replaces in its store.
 
-    What they still have in flight keeps its handles and is decided without them.
+    What those still have in flight keeps its handles and is decided without them.
     """
-    over = []
-    for other, entry in list(_clients.items()):
-        is_same_store = (other.where, other.pid) == (key.where, key.pid)
-        if not is_same_store or other.launch_id == key.launch_id:
-            continue
-        if entry.has_saved and other.launch_id is not None:
-            leave(other.launch_id)
-        if (entry.has_saved or not is_living(other.launch_id)) and entry.client._is_idle:
-            over.append(_clients.pop(other).client)
-    return over
+    with _lock:
+        own = [key for key in _clients if key.pid == os.getpid()]
+        unused = set(own[:-STORES_KEPT])
+        for key in own:
+            if saving is None or key.where != saving.where or key.launch_id == saving.launch_id:
+                continue
+            if _clients[key].has_saved and key.launch_id is not None:
+                leave(key.launch_id)
+            if _clients[key].has_saved or not is_living(key.launch_id):
+                unused.add(key)
+        entries = {key: _clients[key] for key in own if key in unused}
+    for key, entry in entries.items():
+        if entry.client._leave_if_idle():
+            with _lock:
+                if _clients.get(key) is entry:
+                    del _clients[key]
 
 
 def save_as(store: Any, members: Members, items: Mapping[str, Any], **how: Any) -> SaveHandle:
