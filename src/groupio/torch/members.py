@@ -58,7 +58,8 @@ class _Instance:
         self._series, self._number = os.urandom(8).hex(), 0
         self._launches: dict[str, str] = {}
         """The id of the launch by the digest of its members."""
-        self._lock = threading.Lock()
+        # A signal handler may interrupt any of this and save.
+        self._lock = threading.RLock()
 
     def introduction(self) -> dict[str, Any]:
         """What the others have to know of this process to agree on a launch."""
@@ -90,6 +91,7 @@ class _Instance:
 _me = _Instance()
 _met: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The launches of living process groups whose members have met."""
+_met_lock = threading.RLock()
 
 
 def introduction() -> dict[str, Any]:
@@ -126,18 +128,20 @@ def leave(launch_id: str, *, refused: bool = False) -> None:
     """
     _me.leave(launch_id)
     if refused:
-        for group in [group for group, one in _met.items() if one == launch_id]:
-            del _met[group]
+        with _met_lock:
+            for group in [group for group, one in _met.items() if one == launch_id]:
+                del _met[group]
 
 
 def is_living(launch_id: str | None) -> bool:
     """Whether a process group of this process stands for the launch."""
-    return launch_id in set(_met.values())
+    with _met_lock:
+        return launch_id in list(_met.values())
 
 
 def _after_fork_in_child() -> None:
-    global _me, _met
-    _me, _met = _Instance(), WeakKeyDictionary()
+    global _me, _met, _met_lock
+    _me, _met, _met_lock = _Instance(), WeakKeyDictionary(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -223,7 +227,8 @@ class Council:
         else:
             nonce, launch = self._come(nonce)
         self.members = replace(members, launch_id=join(launch))
-        _met[members.group] = launch.launch_id
+        with _met_lock:
+            _met[members.group] = launch.launch_id
         self._prefix = f"groupio/{launch.launch_id}/{nonce}"
         return self
 

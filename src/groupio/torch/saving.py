@@ -138,7 +138,7 @@ def _begin(
     if on_error == "warn":
         for epoch, unread in client._failures.unread():
             client._failures.take_over([epoch])
-            warnings.warn(_not_saved(epoch, unread.message), RuntimeWarning, stacklevel=4)
+            warnings.warn(_not_saved(epoch, unread.message), RuntimeWarning, stacklevel=3)
     return members if failed is None else client._failed(step, called_at, failed)
 
 
