@@ -21,6 +21,8 @@ from groupio.errors import AgentLost, GroupIOError, to_wire
 
 client: groupio.Client | None = None
 handles: dict[int, groupio.SaveHandle] = {}
+made: dict[str, dict[str, Any]] = {}
+"""Items of saves to come, by name."""
 
 
 def value(spec: Any) -> Any:
@@ -90,7 +92,8 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             return {}
         case "save":
             assert client is not None
-            items = items_of(command.pop("items"))
+            spec = command.pop("items")
+            items = made.pop(spec) if isinstance(spec, str) else items_of(spec)
             handle = client.save(items, **command)
             handles[command["epoch"]] = handle
             for array in items.values():
@@ -98,6 +101,9 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
                     array.fill(0)  # what was saved are the bytes at the call
             error = handle.error
             return {"error": to_wire(error) if error else None, "times": times(handle)}
+        case "make":
+            made[command["name"]] = items_of(command["items"])
+            return {}
         case "hold_copies":
             hold_copies(command["folder"])
             return {}

@@ -76,7 +76,7 @@ class Liar:
         sock, _ = self._listener.accept()
         stream = Stream(sock, Pacer(), soon(10))
         try:
-            prove_server(stream, key_of(TOKEN))
+            prove_server(stream, lambda job: key_of(TOKEN))
             stream.receive(frames.REQUEST.size + frames.WANT.size)
             for message in self._says:
                 stream.send(message)

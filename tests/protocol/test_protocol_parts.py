@@ -14,13 +14,16 @@ from protocol_help import opened
 
 from groupio.errors import GroupAborted, GroupTimeout, LateMember
 from groupio.model import EPOCH_MAX, DecisionKey, Lineage
+from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol import messages as msg
 from groupio.protocol import reasons
 from groupio.protocol.agent import AgentMachine
+from groupio.protocol.controller import Controller
 from groupio.protocol.group import Group, Phase
 from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, Use, extent_bytes
+from groupio.protocol.lives import STALE_REMEMBERED
 from groupio.protocol.missed import EPOCHS_REMEMBERED, Missed
 
 
@@ -206,3 +209,21 @@ def test_long_lists_of_ranks_are_cut() -> None:
     assert reasons.ranks(tuple(range(16))).endswith("14, 15")
     assert reasons.ranks(tuple(range(1000))).endswith("15 and 984 more")
     assert reasons.causes(GroupAborted("x", members=(3, 1))) == (3, 1)
+
+
+def test_of_stale_saves_the_oldest_epochs_are_forgotten() -> None:
+    controller = Controller()
+    controller.handle(opened(0, 2, 99))
+    commit = ev.CommittedEpoch(DecisionKey(1, 99, 1), 1, b"x")
+    state = ev.StoreState("job", (), (commit,), (), 1)
+    controller.handle(ev.StoreOpened(state))
+    for epoch in range(STALE_REMEMBERED + 1):
+        controller.handle(opened(1, 2, epoch, save_id=2 + epoch))
+    origin = DecisionKey(1, 99, 1)
+
+    def answers(epoch: int, save_id: int) -> bool:
+        asked = opened(0, 2, epoch, save_id=save_id, begin_after=0, resumed_from=origin)
+        return any(isinstance(e, fx.TellFailed) for e in controller.handle(asked))
+
+    assert answers(1, 2)
+    assert not answers(0, 3)

@@ -20,6 +20,7 @@ FOUND_BY = {
     "decision key": None,
     "attempt fence": None,
     "incarnation fence": None,
+    "others ended": 8,
     "arena fence": None,
     "fingerprint check": None,
     "deadline": 13,

@@ -49,8 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(_serve(settings, residence, signal_ready))
-    except Exception:
+    except Exception as error:
         log.critical("the agent ended with an error", exc_info=True)
+        if signal_ready is not None and not signal_ready.is_used:
+            signal_ready.failed(str(error) or type(error).__name__)
         return 1
     finally:
         residence.close()

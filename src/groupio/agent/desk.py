@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
-from groupio.errors import GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.errors import AgentLost, GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.exhaustion import NO_DESCRIPTOR, why
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -34,10 +35,24 @@ class Desk:
         """Handle one message; what a broken client sends never hurts another."""
         try:
             self._take(peer, message)
-        except InvalidInput as error:
-            log.warning("client of process %d: %s", peer.pid, error)
-            self._driver.send(peer, msg.Refused(to_wire(error)))
-            self._driver.disconnect(peer)
+        except GroupIOError as error:
+            self._turn_away(peer, error)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            self._turn_away(peer, self.crowded(error))
+
+    def _turn_away(self, peer: Peer, error: GroupIOError) -> None:
+        log.warning("client of process %d: %s", peer.pid, error)
+        self._driver.send(peer, msg.Refused(to_wire(error)))
+        self._driver.disconnect(peer)
+
+    def crowded(self, error: OSError) -> AgentLost:
+        """Why no further client can be served."""
+        return AgentLost(
+            f"the agent cannot take another client: {why(error)}",
+            log=str(self._driver.residence.paths.log),
+        )
 
     def _take(self, peer: Peer, message: Any) -> None:
         if isinstance(message, msg.Hello):
@@ -123,6 +138,7 @@ class Desk:
             job=hello.job,
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
+            has_saved=hello.has_saved,
             node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
@@ -170,6 +186,9 @@ class Desk:
             metadata=message.metadata,
             door=message.door,
             replicas=hello.replicas if job.joining is not None else 1,
+            resumed_from=message.resumed_from,
+            begin_after=message.begin_after,
+            side=message.side,
         )
         self._driver.tell_machine(
             ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout, opened)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from groupio.backend.doors import DOORS
 from groupio.errors import GroupIOError
+from groupio.exhaustion import ThreadPool
 from groupio.protocol import messages as msg
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Doors:
         self._asked: dict[tuple[str, int], _Wish] = {}
         """By (client, save id), of saves that are not decided yet."""
         self._orders: dict[_Wish, _Order] = {}
-        self._thread = ThreadPoolExecutor(1, "door", initializer=_yield_to_others)
+        self._thread = ThreadPool(1, "door", initializer=_yield_to_others)
 
     @property
     def busy(self) -> bool:

@@ -7,12 +7,12 @@ threads of their own, which hand their results back as events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,8 @@ from groupio.agent.workers import WorkerPool
 from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
-from groupio.errors import InvalidInput
+from groupio.errors import InvalidInput, to_wire
+from groupio.exhaustion import ThreadPool, exhausted, is_exhaustion, why
 from groupio.fabric.open import fabric_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -43,8 +44,9 @@ from groupio.protocol import messages as msg
 from groupio.protocol import reading_messages as rm
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
+from groupio.seldom import REFUSED_LOG_S, Seldom
 from groupio.settings import Settings
-from groupio.wire import Channel, ChannelClosed
+from groupio.wire import PEER_CLOSED, Channel, ChannelClosed
 
 if TYPE_CHECKING:
     from groupio.agent.network import Network
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
+
+ACCEPT_AGAIN_S = 0.1
+"""Until the next try where no connection could be accepted."""
 
 PROCESS_END_S = 0.1
 """A killed process loses its sockets a moment before it is seen to have ended."""
@@ -93,11 +98,12 @@ class Driver:
         self.desk = Desk(self)
         self.network: Network | None = None
         """Once a job of several nodes has come."""
+        self._crowded = Seldom(REFUSED_LOG_S)
         self._numbers = count(1)
         self._group_job: dict[int, Job] = {}
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
-        self._closing = ThreadPoolExecutor(1, "close", initializer=yield_to_others)
+        self._closing = ThreadPool(1, "close", initializer=yield_to_others)
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,7 +114,7 @@ class Driver:
         """Serve until idle, drained or stopped; ``ready`` is called once clients can connect."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
-        self._loop.add_reader(self.residence.listener.fileno(), self._accept)
+        self._listen()
         self._loop.call_later(STOP_POLL_S, self._look_around)
         log.info(
             "agent %s on node %s, memory budget %d bytes",
@@ -203,10 +209,25 @@ class Driver:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self.residence.listener.accept()
-        except (BlockingIOError, InterruptedError):
+            sock, crowded = self.residence.accept()
+        except OSError as error:
+            # Not at once again: the listener stays readable.
+            assert self._loop is not None
+            self._loop.remove_reader(self.residence.listener.fileno())
+            self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
+            if self._crowded.is_due("accept"):
+                log.warning("no client can be taken: %s", why(error))
+            return
+        if sock is None:
             return
         channel = Channel(sock, msg.ToAgent)
+        if crowded is not None:
+            refused = self.desk.crowded(crowded)
+            with contextlib.suppress(ChannelClosed):
+                channel.enqueue(msg.Refused(to_wire(refused)))
+            channel.close()
+            self.residence.keep_spare()
+            return
         pid, user = channel.peer()
         if user != os.getuid():
             log.warning("refused a connection of user %d", user)
@@ -217,6 +238,12 @@ class Driver:
         self.peers[id(peer)] = peer
         self._loop.add_reader(channel.fileno(), self._readable, peer)
 
+    def _listen(self) -> None:
+        assert self._loop is not None
+        assert self._done is not None
+        if not self._done.done():
+            self._loop.add_reader(self.residence.listener.fileno(), self._accept)
+
     def _readable(self, peer: Peer) -> None:
         try:
             for received in peer.channel.feed():
@@ -224,7 +251,7 @@ class Driver:
                     os.close(fd)
                 self.do(lambda m=received.message: self.desk.take(peer, m))  # type: ignore[misc]
         except ChannelClosed as error:
-            if str(error) != "the peer closed the connection":
+            if str(error) != PEER_CLOSED:
                 log.warning("client %s: %s", peer.hello, error)
             self.disconnect(peer)
 
@@ -269,7 +296,7 @@ class Driver:
 
     def parted(self, peer: Peer) -> None:
         """The client said that it writes to no lease any more, and that it leaves."""
-        peer.fenced = True
+        peer.fenced = peer.closed = True
         self._member_gone(peer)
 
     def _broke_off(self, peer: Peer) -> None:
@@ -300,7 +327,7 @@ class Driver:
         if self.network is not None:
             self.network.reads.client_left(peer.client, fenced=fenced)
         if peer.job is not None:
-            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone))
+            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone, peer.closed))
         self.tell_machine(ev.MemberGone(peer.client, fenced))
 
     def _forget_if_over(self, peer: Peer) -> None:
@@ -504,7 +531,22 @@ class Driver:
 
     def _run(self, effects: list[fx.Effect]) -> None:
         for effect in effects:
-            self.do(lambda e=effect: self._execute(e))  # type: ignore[misc]
+            self.do(lambda e=effect: self._execute_or_fail(e))  # type: ignore[misc]
+
+    def _execute_or_fail(self, effect: fx.Effect) -> None:
+        """Execute an effect; where the system lacks something for it, only its group fails."""
+        try:
+            self._execute(effect)
+        except (OSError, MemoryError, RuntimeError) as error:
+            group = self.machine.groups.get(getattr(effect, "group", -1))
+            if group is None or not is_exhaustion(error):
+                raise
+            order = group.order
+            doing = f"stage epoch {order.key.epoch} on node {self.node}"
+            log.exception("cannot %s", doing)
+            needed = sum(lease.layout.total_bytes for lease in group.leases.values())
+            failed = exhausted(error, doing, needed=needed)
+            self.tell_machine(ev.JobFailed(order.group, failed))
 
     def _execute(self, effect: fx.Effect) -> None:
         match effect:

@@ -16,7 +16,7 @@ from groupio.agent.eager import EagerFlush
 from groupio.agent.fetching import Fetched, Fetcher, Room
 from groupio.agent.pipeline import FlushJob
 from groupio.agent.planned import PlannedFlush, Source, Told
-from groupio.errors import GroupIOError, InvalidInput, StagingFull
+from groupio.errors import GroupIOError, InvalidInput
 from groupio.format.items import decode_items, items_id
 from groupio.model import ItemSpec, NodeReport
 from groupio.plan.frames import shapes_of
@@ -133,9 +133,8 @@ class Flushing:
         wave = lease.waves[-1]
         if not wave.virt_lo <= place <= place + length <= wave.virt_hi:
             return None
-        arena = self._driver.memory.arenas[lease.extent.arena]
-        view = arena.map(lease.extent.offset, wave.virt_hi - wave.virt_lo)
-        return view[place - wave.virt_lo : place - wave.virt_lo + length]
+        offset = lease.extent.offset + place - wave.virt_lo
+        return self._driver.memory.view(lease.extent.arena, offset, length)
 
     def _post(self, event: object) -> None:
         self._driver.post(lambda: self._driver.tell_machine(event))
@@ -253,20 +252,11 @@ class Flushing:
         machine = self._driver.machine.groups[effect.group]
         layout = machine.leases[effect.rank].layout
         length = wave.virt_hi - wave.virt_lo
-        try:
-            view = (
-                self._driver.memory.arenas[effect.arena].map(effect.offset, length)
-                if length
-                else memoryview(b"")
-            )
-        except OSError as error:
-            full = StagingFull(
-                f"The agent cannot map {length} bytes of rank {effect.rank}: {error}; lower "
-                "memory_bytes.",
-                needed=length,
-            )
-            self._post(ev.JobFailed(effect.group, full))
-            return
+        view = (
+            self._driver.memory.arenas[effect.arena].map(effect.offset, length)
+            if length
+            else memoryview(b"")
+        )
         flush = self._jobs[effect.group][0]
         if isinstance(flush, PlannedFlush):
             flush.add_wave(

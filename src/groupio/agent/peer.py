@@ -40,6 +40,8 @@ class Peer:
     process_gone: bool = False
     fenced: bool = False
     """It writes to no memory of this agent any more."""
+    closed: bool = False
+    """It said goodbye."""
     opened: bool = False
     """It opened a save."""
     seated: bool = False

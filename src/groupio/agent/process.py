@@ -27,6 +27,7 @@ from pathlib import Path
 
 from groupio import wire
 from groupio.errors import AgentLost, InvalidInput
+from groupio.exhaustion import NO_DESCRIPTOR
 
 _LOCK_POLL_S = 0.005
 _TAKE_S = 0.5
@@ -183,6 +184,31 @@ class Residence:
         self.paths = paths
         self.listener = listener
         self._alive_fd = alive_fd
+        self._spare = -1
+        self.keep_spare()
+
+    def keep_spare(self) -> None:
+        """Hold a descriptor back, with which a client can be told that there are no more."""
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def accept(self) -> tuple[socket.socket | None, OSError | None]:
+        """The next connection, if there is one; with an error if it can only be refused.
+
+        Call :meth:`keep_spare` once that connection is closed. OSError when none can be taken.
+        """
+        try:
+            return self.listener.accept()[0], None
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return None, None
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR or self._spare < 0:
+                self.keep_spare()
+                raise
+            os.close(self._spare)
+            self._spare = -1
+            return self.listener.accept()[0], error
 
     @classmethod
     def take(cls, paths: RuntimePaths) -> Residence:
@@ -229,6 +255,9 @@ class Residence:
     def close(self) -> None:
         """Close the socket and free the life lock; the last thing an agent does."""
         self.listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         os.close(self._alive_fd)
 
 
@@ -237,6 +266,7 @@ class ReadySignal:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self.is_used = False
         os.set_inheritable(fd, False)
 
     def ready(self) -> None:
@@ -248,6 +278,7 @@ class ReadySignal:
         self._say({"ready": False, "reason": reason[:4000]})
 
     def _say(self, answer: dict[str, object]) -> None:
+        self.is_used = True
         try:
             os.write(self._fd, json.dumps(answer).encode())
         except BrokenPipeError:

@@ -39,6 +39,7 @@ from groupio.backend.records import (
     FileId,
     Placer,
     find,
+    private_file,
     remove_quietly,
     write_temporary,
 )
@@ -400,6 +401,14 @@ class PosixBackend(PosixTree):
         except OSError as error:
             raise storage_error(error, segments.path, "look at") from error
         return Modes(mode & 0o666, mode, exact=True)
+
+    def private_file(self, folder: str, name: str, data: bytes) -> bytes:
+        """The bytes of a file that only this user can read, made with ``data`` if absent.
+
+        Its mode is 0600, whatever the modes of the store. :class:`NotPrivate` where the store
+        cannot keep it so, or it is another user's.
+        """
+        return private_file(self._writable(folder), check_name(name), data)
 
     @property
     def is_sound(self) -> bool:

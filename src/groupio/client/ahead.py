@@ -12,6 +12,7 @@ from typing import Any
 
 from groupio.client.client import Client
 from groupio.errors import GroupIOError
+from groupio.exhaustion import start_some
 from groupio.protocol import messages as msg
 
 log = logging.getLogger("groupio.client")
@@ -50,7 +51,10 @@ def _in_background(client: Client, work: Callable[[], Any]) -> None:
         except (GroupIOError, OSError) as error:
             log.info("%s: getting ready for a save failed: %s", client.store, error)
 
-    threading.Thread(target=run, name="groupio-ahead", daemon=True).start()
+    try:
+        start_some([threading.Thread(target=run, name="groupio-ahead", daemon=True)])
+    except GroupIOError as error:
+        log.info("%s: not getting ready for a save: %s", client.store, error.message)
 
 
 def _warm_up() -> None:

@@ -35,6 +35,19 @@ def check_epoch(epoch: object, name: str = "epoch") -> int:
     return int(epoch)
 
 
+def check_rewind(rewind_to: object, epoch: int) -> int | None:
+    """``rewind_to`` of a save of ``epoch``; InvalidInput unless it is None or an older epoch."""
+    if rewind_to is None:
+        return None
+    after = check_epoch(rewind_to, "rewind_to")
+    if after >= epoch:
+        raise InvalidInput(
+            f"rewind_to={after} is not older than epoch {epoch}, which is saved; give the epoch "
+            "that was loaded"
+        )
+    return after
+
+
 def check_deadline(deadline_s: object) -> float:
     """``deadline_s`` as a float; InvalidInput unless it is a finite number above 0."""
     good = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)

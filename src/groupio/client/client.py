@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +20,7 @@ from groupio.client.connection import Connection
 from groupio.client.failures import Failures
 from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
+from groupio.client.lineage import Origin
 from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
     AgentLost,
@@ -141,6 +142,8 @@ class Client:
         self._where = where
         self._rewind_to = rewind_to
         self._launch_id = launch_id
+        self._origin = Origin()
+        self._has_saved = False
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False
@@ -196,6 +199,12 @@ class Client:
         STAGED. ``when_full`` says what to do while there is no room in memory: wait, skip this
         epoch, or fail. ``metadata`` is a small dict kept with the epoch.
 
+        Epochs grow along a lineage. When all members have loaded the same older epoch by its
+        number, have saved nothing since, and save next an epoch that is not newer than the
+        latest, a new lineage begins after the loaded one, if every other incarnation of the job
+        has ended: a warning and a note in ``handle.times.notes`` name both. Members that differ
+        get InvalidInput. Anything else that is too old is StaleEpoch.
+
         Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
         wrong stands on the handle; nothing is durable before its ``durable`` time is set. An
         error that is not read there is logged, noted on the next handle, and summed up by close.
@@ -222,14 +231,18 @@ class Client:
         metadata: Mapping[str, Any] | None = None,
         door: str = "",
         called_at: float | None = None,
+        rewind_to: int | None = None,
+        side: str = "core",
     ) -> SaveHandle:
         """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
 
         ``called_at`` is when the caller was called, on the clock ``time.monotonic``.
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
         """
         called_at = time.monotonic() if called_at is None else called_at
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
+        after = arguments.check_rewind(rewind_to, step)
         deadline_s = arguments.check_deadline(deadline_s)
         level = as_level(wait_for)
         arguments.check_when_full(when_full)
@@ -250,6 +263,9 @@ class Client:
                 when_full=when_full,
                 metadata=kept,
                 door=door,
+                resumed_from=self._origin.now(),
+                begin_after=after,
+                side=side,
             )
 
         one_node = self._where.kind is Kind.LOCAL
@@ -271,10 +287,8 @@ class Client:
             return handle
         self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
         if level is not Level.RELEASED:
-            try:
+            with suppress(GroupIOError):  # it stands on the handle, where the caller looks
                 handle._wait(level)
-            except GroupIOError:
-                pass  # it stands on the handle, where the caller looks
         return handle
 
     def _run(
@@ -290,6 +304,8 @@ class Client:
                 # From the first commit on, this client follows the new line.
                 handle.add_done_callback(Level.DURABLE, self._end_rewind)
             connection.add(save)
+            self._origin.saving(handle)
+            self._has_saved = True
         except GroupIOError as error:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
@@ -532,6 +548,7 @@ class Client:
             said=self._where.is_said,
             hosts=self._where.is_here,
             gave_up=self._again.epochs,
+            has_saved=self._has_saved,
         )
 
     def _check_usable(self, what: str) -> None:

@@ -6,6 +6,7 @@ the client makes a new one at its next call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ from groupio import wire
 from groupio.agent import spawn
 from groupio.client.foreground import set_aside
 from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
+from groupio.exhaustion import is_exhaustion, start_some, why
 from groupio.model import Level
 from groupio.protocol import messages as msg
 from groupio.settings import Settings
@@ -80,7 +82,8 @@ class Connection:
         channel = _dial(settings, deadline)
         try:
             left = max(deadline - time.monotonic(), 0.001)
-            channel.send(hello(), timeout_s=left)
+            with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
+                channel.send(hello(), timeout_s=left)
             answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
         except (TimeoutError, ConnectionError) as error:
             channel.close()
@@ -95,7 +98,11 @@ class Connection:
         for note in answer.notes:
             log.info("%s", note)
         connection = cls(channel, answer, on_lost)
-        connection._thread.start()
+        try:
+            start_some([connection._thread])
+        except GroupIOError as error:
+            channel.close()
+            raise AgentLost(f"no agent can be listened to: {error.message}") from error
         return connection
 
     @property
@@ -207,8 +214,9 @@ class Connection:
                 except TimeoutError:
                     continue
                 self._take(received)
-        except wire.ChannelClosed:
-            pass
+        except wire.ChannelClosed as error:
+            if str(error) != wire.PEER_CLOSED:
+                why = f"cannot be understood ({error})"
         except GroupIOError as error:
             why = f"cannot be reached ({error.message})"
         except Exception as error:
@@ -276,6 +284,7 @@ class Connection:
             if level is Level.DURABLE and save is not None and not save.handle._awaits_door():
                 del self._saves[reached.save_id]
         if save is not None:
+            save.note(reached.notes)
             save.handle._reach(
                 level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes
             )
@@ -306,10 +315,16 @@ class Connection:
         if self._arena is None:
             return
         if self._standby is None:
-            self._standby = queue.SimpleQueue()
-            threading.Thread(
-                target=self._map_ahead, args=(self._standby,), name="groupio-map", daemon=True
-            ).start()
+            orders: queue.SimpleQueue[msg.Standby | None] = queue.SimpleQueue()
+            mapper = threading.Thread(
+                target=self._map_ahead, args=(orders,), name="groupio-map", daemon=True
+            )
+            try:
+                start_some([mapper])
+            except GroupIOError as error:
+                log.info("memory is not mapped ahead of time: %s", error.message)
+                return
+            self._standby = orders
         self._standby.put(standby)
 
     def _map_ahead(self, orders: queue.SimpleQueue[msg.Standby | None]) -> None:
@@ -369,6 +384,10 @@ def _dial(settings: Settings, deadline: float) -> wire.Channel:
             time.sleep(_RETRY_S)
         except TimeoutError as error:
             raise _unreachable(settings, "does not take connections") from error
+        except OSError as error:
+            if not is_exhaustion(error):
+                raise _unreachable(settings, f"cannot be reached ({error})") from error
+            raise AgentLost(f"the agent of this node cannot be reached: {why(error)}") from error
 
 
 def _again(lost: AgentLost | None) -> AgentLost:

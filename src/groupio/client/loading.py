@@ -12,6 +12,7 @@ from groupio.client.agent_read import through_agent
 from groupio.client.chunk_reader import read_chunks
 from groupio.client.store_reader import StoreReader
 from groupio.errors import FormatError, GroupIOError, IntegrityError, StorageError
+from groupio.model import DecisionKey
 
 if TYPE_CHECKING:
     from groupio.client.client import Client
@@ -55,7 +56,7 @@ def load_items(
         try:
             manifest = open_manifest()
             if manifest is not None:
-                return reader.read_items(
+                items = reader.read_items(
                     manifest,
                     request.member,
                     names,
@@ -65,6 +66,10 @@ def load_items(
                     on_damage=on_damage,
                     fetch=read_chunks if through is None else through.fetch_of(manifest),
                 )
+                header = manifest.header
+                key = DecisionKey(header.lineage, header.epoch, header.attempt)
+                client._origin.loaded(key if number == request.epoch else None)
+                return items
         except (IntegrityError, FormatError, StorageError) as error:
             # A device that cannot read some sectors is damage; a store that is away is not.
             if isinstance(error, StorageError) and error.errno != errno.EIO:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ from groupio.controller.describe import describe
 from groupio.controller.lines import Line, Lines
 from groupio.controller.store import JobStore
 from groupio.errors import GroupIOError, StorageError, StorageFull, to_wire
+from groupio.exhaustion import ThreadPool
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.controller import Controller
@@ -82,13 +83,13 @@ class Host:
     _plans: Any = None
     _swarms: Swarms | None = None
     """The reads of several nodes."""
-    _thread: ThreadPoolExecutor = field(init=False)
+    _thread: ThreadPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.controller = Controller(
             numbers=self.numbers, node=self.lines.own, resumes=self.term > 0
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._thread = ThreadPool(1, "store")
         if self.term:
             # Imported here: an agent whose jobs are all of one node does without.
             from groupio.controller.swarms import Swarms

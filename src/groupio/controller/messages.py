@@ -14,7 +14,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reading_messages as rm
 
-CONTROL_VERSION = 4
+CONTROL_VERSION = 5
 """Raised when a message, an event or an order changes its meaning."""
 
 

@@ -39,6 +39,8 @@ class ClientArrived(_Event, frozen=True):
     gave_up: tuple[int, ...] = ()
     node: str = ""
     """The node of its agent; "" where the job has one agent only."""
+    has_saved: bool = False
+    """It saved before, under another agent or another controller."""
 
 
 class MemberOpened(_Event, frozen=True):
@@ -71,6 +73,12 @@ class MemberOpened(_Event, frozen=True):
     """The view that is to be made of the epoch: "dcp", or none."""
     replicas: int = 1
     """Nodes in different failure domains that are to hold the bytes at level REPLICATED."""
+    resumed_from: DecisionKey | None = None
+    """The older epoch that the member loaded by its number and has not saved after."""
+    begin_after: int | None = None
+    """The epoch after which the caller of this save asks for a new lineage."""
+    side: str = "core"
+    """The API that was called, for the words of an error: "core", "torch" or "dcp"."""
 
     @property
     def remaining_s(self) -> float:
@@ -99,6 +107,8 @@ class MemberGone(_Event, frozen=True):
 
     client: str
     process_gone: bool
+    closed: bool = False
+    """The client said goodbye: it takes part in nothing any more."""
 
 
 class NodeAdmitted(_Event, frozen=True):

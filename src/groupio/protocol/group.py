@@ -237,7 +237,7 @@ class Group(PlannedGroup):
             self._maybe_prepared &= not isinstance(event.error, StorageFull)
             return self.fail(event.error)
         if isinstance(event, ev.Compared):
-            return self._committed() if event.equal else self.fail(reasons.conflict(self.epoch))
+            return self._committed() if event.equal else self.fail(reasons.conflict(self.first))
         self.content_id = event.content_id
         self.phase, self.away, self._waits = Phase.DECIDING, None, 0
         effects = [] if self.node_local else self._tell(Level.REMOTE)

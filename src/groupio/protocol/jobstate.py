@@ -50,6 +50,10 @@ class JobState(ABC):
     """The store could not be reached; a timer runs until it is tried again."""
     _creating: bool = False
     _new_lineage: bool = False
+    _begins: int = 0
+    """The group for whose epoch the new lineage is made; 0: it is made for an incarnation."""
+    _stale_opens: dict[int, dict[int, ev.MemberOpened]] = field(default_factory=dict)
+    """By epoch and rank, members of this incarnation that were refused as stale, until all are."""
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
     _replaced: dict[str, None] = field(default_factory=dict)

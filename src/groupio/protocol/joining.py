@@ -73,9 +73,7 @@ class AgentsOfJob(Lives):
             if known is not None and known.node_lost:
                 known.alive, known.node_lost = True, False
                 known.gone_at = 0
-            arrived = msgspec.structs.replace(arrived, node=event.node)
-            if self.presence.arrive(arrived):
-                effects += self._watch(arrived.rank)
+            effects += self._on_arrived(msgspec.structs.replace(arrived, node=event.node))
         return effects
 
     def _reopen(self, opened: ev.MemberOpened) -> list[fx.Effect]:
@@ -131,8 +129,6 @@ class AgentsOfJob(Lives):
         if known is not None:
             known.alive, known.node_lost = False, True
             known.gone_at = known.gone_at or self.presence.moment
-            if self._current(client) is None:
-                del self._clients[client]
         return self.waiting.lose(client)
 
     # -- resuming ---------------------------------------------------------

@@ -52,6 +52,12 @@ class Missed:
                 clients = {opened.client for opened in of_epoch}
                 self._remember(epoch, _Try(error, ranks, clients))
 
+    def disagreed(
+        self, event: ev.MemberOpened, first: ev.MemberOpened, error: GroupIOError
+    ) -> None:
+        """Two members of a group that never was contradict each other."""
+        self._remember(event.epoch, _Try(error, {event.rank, first.rank}, set()))
+
     def _remember(self, epoch: int, over: _Try) -> None:
         self._tries[epoch] = over
         if len(self._tries) > EPOCHS_REMEMBERED:

@@ -19,19 +19,25 @@ from groupio.client.ahead import connect_ahead
 from groupio.client.client import connected as connect_now
 from groupio.client.client import unconnected
 from groupio.client.handle import SaveHandle
+from groupio.client.lineage import Origin
 from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput, LateMember
+from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members, is_living, leave
 
 _lock = threading.Lock()
 
 
-class _Key(NamedTuple):
+class _Place(NamedTuple):
     where: str
     rank: int
     world_size: int
     pid: int
+
+
+class _Key(NamedTuple):
+    place: _Place
     launch_id: str | None
 
 
@@ -44,8 +50,14 @@ class _Entry:
 _clients: dict[_Key, _Entry] = {}
 """Those used last at the end."""
 
+_origins: dict[_Place, Origin] = {}
+"""What was loaded and is not saved after yet, of the clients of each place; the last used ones."""
+
 STORES_KEPT = 4
 """Clients of so many stores stay connected when they have nothing to do."""
+
+ORIGINS_KEPT = 64
+"""For so many places it is remembered what was loaded."""
 
 
 def client_for(
@@ -59,16 +71,18 @@ def client_for(
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
-    where = address_of(store)
-    key = _Key(where, members.rank, members.world_size, os.getpid(), members.launch_id)
+    place = _place(store, members)
+    refuse_checkpoint(place.where.removeprefix("file://"))
+    key = _Key(place, members.launch_id)
     with _lock:
         entry = _clients.pop(key, None)
         if entry is None:
             client = unconnected(
-                where, rank=key.rank, world_size=key.world_size, launch_id=key.launch_id
+                place.where, rank=place.rank, world_size=place.world_size, launch_id=key.launch_id
             )
             entry = _Entry((connect_now if connected else connect_ahead)(client))
         entry.has_saved |= saves
+        entry.client._origin = _origin(place)
         _clients[key] = entry
     _leave_unused(key if saves else None)
     return entry.client
@@ -81,10 +95,12 @@ def _leave_unused(saving: _Key | None) -> None:
     What those still have in flight keeps its handles and is decided without them.
     """
     with _lock:
-        own = [key for key in _clients if key.pid == os.getpid()]
+        own = [key for key in _clients if key.place.pid == os.getpid()]
         unused = set(own[:-STORES_KEPT])
         for key in own:
-            if saving is None or key.where != saving.where or key.launch_id == saving.launch_id:
+            if saving is None or key.launch_id == saving.launch_id:
+                continue
+            if key.place.where != saving.place.where:
                 continue
             if _clients[key].has_saved and key.launch_id is not None:
                 leave(key.launch_id)
@@ -112,16 +128,34 @@ def save_as(store: Any, members: Members, items: Mapping[str, Any], **how: Any) 
     return handle
 
 
-def address_of(store: Any) -> str:
-    """Where ``store`` is, whatever the current directory is later.
+def check_store(store: Any) -> None:
+    """InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind."""
+    refuse_checkpoint(_where(store).removeprefix("file://"))
 
-    InvalidInput when it is no path or URL, or a checkpoint of another kind.
-    """
+
+def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> None:
+    """An epoch was loaded: by its number, or (None) as the latest one."""
+    with _lock:
+        _origin(_place(store, members)).loaded(loaded)
+
+
+def _origin(place: _Place) -> Origin:
+    """What was loaded is known to all clients of the place, and to those that are still to come."""
+    origin = _origins.pop(place, None) or Origin()
+    _origins[place] = origin
+    if len(_origins) > ORIGINS_KEPT:
+        del _origins[next(iter(_origins))]
+    return origin
+
+
+def _place(store: Any, members: Members) -> _Place:
+    return _Place(_where(store), members.rank, members.world_size, os.getpid())
+
+
+def _where(store: Any) -> str:
     text = store if isinstance(store, str) else _text(store)
     # A relative path means another store after a change of directory.
-    where = text if "://" in text else os.path.abspath(text)
-    refuse_checkpoint(where.removeprefix("file://"))
-    return where
+    return text if "://" in text else os.path.abspath(text)
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -134,7 +168,7 @@ def agent_read(store: Any, members: Members) -> AgentRead | None:
 def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
-        return [entry.client for key, entry in _clients.items() if key.pid == os.getpid()]
+        return [entry.client for key, entry in _clients.items() if key.place.pid == os.getpid()]
 
 
 def _text(store: Any) -> str:
@@ -156,7 +190,7 @@ def close() -> None:
     """
     with _lock:
         pid = os.getpid()
-        own = [key for key in _clients if key.pid == pid]
+        own = [key for key in _clients if key.place.pid == pid]
         clients = [_clients.pop(key).client for key in own]
     for client in clients:
         client.close()

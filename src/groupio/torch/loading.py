@@ -35,7 +35,7 @@ from groupio.errors import (
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, make_container
 from groupio.model import DecisionKey
-from groupio.torch.clients import address_of, client_for
+from groupio.torch.clients import check_store, client_for
 from groupio.torch.collective_read import CollectiveRead
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
@@ -109,7 +109,7 @@ def _requested(
 ) -> _Request | GroupIOError:
     """What this rank is called to load, or what is wrong with it."""
     try:
-        address_of(store)
+        check_store(store)
         template = template_of(state_dict)
         return _Request(template, asked | {"step": _checked_step(asked["step"])})
     except GroupIOError as error:
@@ -177,6 +177,8 @@ def _load(
             council.deadline_s = READ_S
             choice = council.decide(job.opinion(job.fill, choice), chooser.next)
             if not choice["again"]:
+                key = DecisionKey(*choice["key"])
+                client._origin.loaded(key if key.epoch == asked["step"] else None)
                 return job.finish(choice)
 
 

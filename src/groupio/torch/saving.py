@@ -45,6 +45,7 @@ def save(
     deadline_s: float = 600.0,
     replicated: Iterable[str] = (),
     verify_replicas: str = "full",
+    rewind_to: int | None = None,
     on_error: str = "log",
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
@@ -77,13 +78,15 @@ def save(
     waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
     ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
 
-    ``on_error`` says what this call does about earlier saves that failed and whose errors were
-    not read: "log", "warn" (a RuntimeWarning), or "raise": it raises the first of them, the same
-    on all ranks even where only some know of it, and saves nothing. All ranks have to give
-    "raise": they agree in each call; GroupTimeout names those that do not come in ``deadline_s``.
+    After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
+    begins a new lineage there and abandons later epochs, once all other incarnations have ended.
+    ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
 
-    Raises InvalidInput, on this rank, for what cannot be stored, with its path and what to do;
-    the other ranks learn of it on their handles.
+    ``on_error`` says what to do about failures of earlier saves that were not read: "log", "warn"
+    (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
+    nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
+
+    Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     _check_options(dcp_door, on_error)
     called_at, deadline_s = time.monotonic(), check_deadline(deadline_s)
@@ -103,6 +106,8 @@ def save(
         wait_for=wait_for,
         metadata=metadata,
         door="dcp" if dcp_door else "",
+        rewind_to=rewind_to,
+        side="torch",
     )
 
 

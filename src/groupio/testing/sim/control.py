@@ -198,6 +198,7 @@ class Control:
             case fx.OpenStore():
                 return store.open(effect), ev.StoreUnavailable
             case fx.CreateLineage(lineage=line):
+                self.sim.oracle.begins(self, line)
                 return store.create_lineage(line), lambda e: ev.LineageCreated(None, e)
             case fx.PublishInflight(group=group):
                 return store.publish(effect), lambda e: ev.InflightPublished(group, e)

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from groupio.controller.messages import FROM_SWARM
 from groupio.model import DecisionKey, Level, NodeLink
 from groupio.protocol import effects as fx
@@ -136,6 +138,8 @@ class Node:
                 self.seen.add(client)
             case ev.MemberOpened():
                 self.opens[client, event.save_id] = event
+                if (known := self.clients.get(client)) is not None:
+                    self.clients[client] = structs.replace(known, has_saved=True)
             case ev.MemberGone():
                 self.reads.client_left(client)
                 if event.process_gone:

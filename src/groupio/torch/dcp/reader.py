@@ -33,10 +33,10 @@ from groupio.client.wants import Collector
 from groupio.errors import GroupIOError, InvalidInput
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Leaf
-from groupio.model import ItemKind
+from groupio.model import DecisionKey, ItemKind
 from groupio.plan.read import Box
 from groupio.settings import Settings
-from groupio.torch.clients import agent_read, client_for
+from groupio.torch.clients import agent_read, client_for, note_loaded
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
 from groupio.torch.grouped import Host
@@ -288,6 +288,8 @@ class GroupStorageReader(FileSystemReader):
             self.notes = tuple(note for one in took_part for note in one.notes)
         for finish in finishes:
             finish()
+        key = DecisionKey(*source.who) if self._epoch is not None else None
+        note_loaded(self._store, find_members(self._process_group), key)
         self._close()
         done: Future[None] = Future()
         done.set_result(None)

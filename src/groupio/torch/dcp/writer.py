@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from groupio.client.address import store_address
-from groupio.client.arguments import check_deadline
+from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.format.structure import RESERVED
@@ -98,6 +98,9 @@ class GroupStorageWriter(FileSystemWriter):
     ``failures[rank][0]`` are the typed errors. Where a rank's process is gone torch itself raises
     the ``RuntimeError`` of its process group.
 
+    ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
+    a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
+
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
     pass them on before the copy, and to ``dcp.save`` where the planner caches its plans. Saves may
     overlap if each has a process group of its own: torch runs its collectives in the background,
@@ -113,6 +116,7 @@ class GroupStorageWriter(FileSystemWriter):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         deadline_s: float = 600.0,
+        rewind_to: int | None = None,
     ) -> None:
         """InvalidInput when ``store`` is no path or ``file://`` URL."""
         self._store = store_address(store)
@@ -120,6 +124,7 @@ class GroupStorageWriter(FileSystemWriter):
         self._process_group = process_group
         self._no_dist = no_dist
         self._deadline_s = check_deadline(deadline_s)
+        self._rewind_to = None if rewind_to is None else check_epoch(rewind_to, "rewind_to")
         self._thread = threading.local()
         self._lock = threading.Lock()
         self._pending: Staging | None = None
@@ -219,7 +224,14 @@ class GroupStorageWriter(FileSystemWriter):
     def _save_staged(self, items: Mapping[str, Any], epoch: int) -> SaveHandle:
         members = met(self._find_members(), self._deadline_s, "save")
         return save_as(
-            self._store, members, items, epoch=epoch, deadline_s=self._deadline_s, door="dcp"
+            self._store,
+            members,
+            items,
+            epoch=epoch,
+            deadline_s=self._deadline_s,
+            door="dcp",
+            rewind_to=self._rewind_to,
+            side="dcp",
         )
 
     def _find_members(self) -> Members:
@@ -346,6 +358,8 @@ class GroupStorageWriter(FileSystemWriter):
             epoch=step.epoch,
             deadline_s=self._deadline_s,
             door="dcp",
+            rewind_to=self._rewind_to,
+            side="dcp",
         )
 
     def _place(self, step: _Step, ticket: _Ticket) -> Members:
