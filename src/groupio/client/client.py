@@ -236,10 +236,9 @@ class Client:
     ) -> SaveHandle:
         """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
 
-        ``called_at`` is when the caller was called, on the clock ``time.monotonic``.
-        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API called at ``called_at``.
         """
-        called_at = time.monotonic() if called_at is None else called_at
+        called_at = called_at or time.monotonic()
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
         after = arguments.check_rewind(rewind_to, step)

@@ -89,19 +89,15 @@ def save(
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     _check_options(dcp_door, on_error)
-    called_at, deadline_s = time.monotonic(), check_deadline(deadline_s)
     members = find_members(process_group)
     sharing = Sharing(check_verify(verify_replicas), members, check_epoch(step, "step"), replicated)
-    begun = _begin(store, members, step, on_error, called_at, deadline_s)
-    if isinstance(begun, SaveHandle):
-        return begun  # it failed
-    return save_as(
-        store,
-        begun,
+    return _save(
         _Items(state_dict, sharing),
+        store,
+        members,
+        on_error,
         epoch=step,
-        called_at=called_at,
-        deadline_s=deadline_s,
+        deadline_s=check_deadline(deadline_s),
         replicated=replicated,
         wait_for=wait_for,
         metadata=metadata,
@@ -118,33 +114,38 @@ def _check_options(dcp_door: object, on_error: object) -> None:
         raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
 
 
-def _begin(
+def _save(
+    items: _Items,
     store: str | os.PathLike[str],
     members: Members,
-    step: int,
     on_error: str,
-    called_at: float,
+    *,
     deadline_s: float,
-) -> Members | SaveHandle:
-    """Meet the others where that is needed, and tell of earlier failures.
-
-    The handle of a failed save when they do not come.
-    """
+    epoch: int,
+    **how: Any,
+) -> SaveHandle:
+    """Meet the others where that is needed, tell of earlier failures, and save."""
+    called_at = time.monotonic()
+    failed: GroupIOError | None = None
     if on_error == "raise":
         council = Council.meet(members, deadline_s, "save")
-        _raise_earlier(client_for(store, council.members, saves=True), council)
-        return council.members
-    failed: GroupIOError | None = None
-    try:
-        members = met(members, deadline_s, "save")
-    except (GroupAborted, GroupTimeout) as error:
-        failed = error
+        members = council.members
+        _raise_earlier(client_for(store, members, saves=True), council)
+    else:
+        try:
+            members = met(members, deadline_s, "save")
+        except (GroupAborted, GroupTimeout) as error:
+            failed = error
     client = client_for(store, members, connected=failed is None, saves=failed is None)
     if on_error == "warn":
-        for epoch, unread in client._failures.unread():
-            client._failures.take_over([epoch])
-            warnings.warn(_not_saved(epoch, unread.message), RuntimeWarning, stacklevel=3)
-    return members if failed is None else client._failed(step, called_at, failed)
+        for before, unread in client._failures.unread():
+            client._failures.take_over([before])
+            warnings.warn(_not_saved(before, unread.message), RuntimeWarning, stacklevel=3)
+    if failed is not None:
+        return client._failed(epoch, called_at, failed)
+    return save_as(
+        store, members, items, epoch=epoch, called_at=called_at, deadline_s=deadline_s, **how
+    )
 
 
 def _not_saved(epoch: int, why: str) -> str:
