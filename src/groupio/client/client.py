@@ -236,7 +236,7 @@ class Client:
     ) -> SaveHandle:
         """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
 
-        ``rewind_to`` begins a new line after that epoch; ``side`` is the API called at ``called_at``.
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
         """
         called_at = called_at or time.monotonic()
         self._check_usable("save")
