@@ -46,7 +46,8 @@ class Settings:
     failure_domain: str | None = None
     """What fails together with this node (a rack, a power feed); None: the node alone."""
     file_mode: int | None = None
-    """Permission bits of new files, such as 0o660 (None: private to the user)."""
+    """Permission bits of new files of a store, such as 0o660; directories are open to those who
+    may read (None: the umask of this process says, as for other tools)."""
     idle_s: float = 60.0
     """The agent ends after so many seconds without a client and without work."""
     log_level: str = "info"
@@ -89,7 +90,8 @@ class Settings:
             value = getattr(self, name)
             _check(value is None or 0 < value < math.inf, self, name)
         mode = self.file_mode
-        _check(mode is None or (_is_count(mode, 0o400, 0o777) and mode & 0o400), self, "file_mode")
+        _check(mode is None or _is_count(mode, 0o600, 0o666), self, "file_mode")
+        _check(mode is None or mode & 0o711 == 0o600, self, "file_mode")
         for name in ("idle_s", "connect_timeout_s", "close_timeout_s"):
             _check(0 <= getattr(self, name) < math.inf, self, name)
         _check(self.log_level in _LOG_LEVELS, self, "log_level")
@@ -185,7 +187,7 @@ _EXPECTED = {
     "uplink_bytes_per_s": _RATE,
     "fabric_bytes_per_s": _RATE,
     "failure_domain": "a name",
-    "file_mode": "octal permission bits with which the owner can read, such as 660",
+    "file_mode": "octal bits without x, with which the owner can read and write, such as 660",
     "idle_s": _SECONDS,
     "log_level": f"one of {', '.join(_LOG_LEVELS)}",
     "runtime_dir": "an absolute path",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import stat
@@ -232,7 +233,6 @@ def test_a_key_that_is_cut_off(store: PosixBackend, data: bytes) -> None:
         ("--perms=a+r", "has the mode 0644"),
         ("--create-for-user=65534", "belongs to user 65534"),
         ("--force-user=65534", "belongs to user 65534"),
-        ("--chmod-deny", "does not give it the mode 0600"),
     ],
 )
 def test_a_file_system_that_gives_files_other_modes_or_owners(
@@ -246,6 +246,22 @@ def test_a_file_system_that_gives_files_other_modes_or_owners(
             assert store.list("controllers") == [], "no key lies about"
     finally:
         mount.close()
+
+
+def test_a_file_system_that_changes_no_modes(
+    store: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    before = os.umask(0o277)
+    try:
+        with pytest.raises(InvalidInput, match="does not give it the mode 0600"):
+            Keys.of(store)
+    finally:
+        os.umask(before)
+    assert store.list("controllers") == []
 
 
 def test_mounts_that_serve_every_user_with_the_rights_of_one(

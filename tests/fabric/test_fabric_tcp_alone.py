@@ -135,6 +135,7 @@ def test_liar_that_answers_twice_is_dropped() -> None:
     [
         frames.REQUEST.pack(frames.PULL, 0, 0, 0, 0),
         frames.REQUEST.pack(frames.PULL, frames.WANTS_MAX + 1, 0, 0, 0),
+        frames.REQUEST.pack(frames.PULL, 2, frames.TAGS - 1, 0, 0),
         frames.REQUEST.pack(frames.PULL, 0xFFFFFFFF, 0, 0, 0),
         frames.REQUEST.pack(frames.PROBE, 0, 0, 0, frames.PROBE_BYTES_MAX + 1),
         frames.REQUEST.pack(9, 1, 0, 0, 0),

@@ -40,6 +40,8 @@ class _Wish(NamedTuple):
     path: str
     epoch: int | None
     wanted: bool
+    file_mode: int | None = None
+    umask: int | None = None
     elsewhere: bool = False
     """The agent of rank 0 makes it: of many nodes, one is enough."""
 
@@ -69,7 +71,9 @@ class Doors:
     def opened(self, job: Job, client: str, message: msg.OpenSave) -> None:
         """A member opened a save; remember whether it wants a door."""
         wanted = message.door == DCP
-        self._asked[client, message.save_id] = _Wish(job.path, message.epoch, wanted)
+        self._asked[client, message.save_id] = _Wish(
+            job.path, message.epoch, wanted, job.store.file_mode, job.store.umask
+        )
 
     def decided(self, seat: MemberSeat, *, committed: bool) -> None:
         """A member's save is over: make its door, after the member has heard of the commit."""
@@ -99,7 +103,7 @@ class Doors:
 
         Costs a look at the store, in the doors' own thread.
         """
-        self._order(_Wish(job.path, None, False))
+        self._order(_Wish(job.path, None, False, job.store.file_mode, job.store.umask))
 
     def _order(self, wish: _Wish) -> _Order:
         """The order for an epoch's door.
@@ -137,7 +141,14 @@ class Doors:
                 return
             log.warning("nobody made the door of epoch %d: this agent does", wish.epoch)
         pause = self._driver.workers.give_way
-        made = ensure_door(wish.path, wish.epoch, wanted=wish.wanted, pause=pause)
+        made = ensure_door(
+            wish.path,
+            wish.epoch,
+            wanted=wish.wanted,
+            pause=pause,
+            file_mode=wish.file_mode,
+            umask=wish.umask,
+        )
         if made is not None:
             log.info("door of epoch %d: %d pieces, %d bytes", made.epoch, made.pieces, made.bytes)
 

@@ -432,7 +432,7 @@ class Driver:
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
-            store = JobStore(path, name, self.node, self.writer, hello.file_mode)
+            store = JobStore(path, name, self.node, self.writer, hello.file_mode, hello.umask)
             job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)

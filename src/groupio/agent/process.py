@@ -44,14 +44,18 @@ class RuntimePaths:
     lock: Path
     alive: Path
     log: Path
+    note: str = ""
+    """Why it is not where the environment says, "" when it is."""
 
 
 def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
     """Where the agent of ``version`` lives; creates nothing.
 
-    ``configured`` (the setting) wins, then $XDG_RUNTIME_DIR/groupio, then /tmp/groupio-<uid>.
-    InvalidInput when ``configured`` is not an absolute path.
+    ``configured`` (the setting) wins, then $XDG_RUNTIME_DIR/groupio unless that directory is
+    another user's (as after su and sudo -E), then /tmp/groupio-<uid>. InvalidInput when
+    ``configured`` is not an absolute path.
     """
+    note = ""
     if configured is not None:
         directory = Path(configured)
         if not directory.is_absolute():
@@ -61,10 +65,16 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
             )
     else:
         session = os.environ.get("XDG_RUNTIME_DIR", "")
-        if os.path.isabs(session) and os.path.isdir(session):
-            directory = Path(session, "groupio")
-        else:
-            directory = Path(f"/tmp/groupio-{os.getuid()}")
+        directory = Path(f"/tmp/groupio-{os.getuid()}")
+        if os.path.isabs(session):
+            owner = _owner_of(session)
+            if owner == os.getuid():
+                directory = Path(session, "groupio")
+            elif owner is not None:
+                note = (
+                    f"XDG_RUNTIME_DIR={session} is another user's than {os.getuid()} (as after su "
+                    f"or sudo -E): the agent's place is {directory} instead; unset it"
+                )
     stem = f"agent-{version}"
     return RuntimePaths(
         directory=directory,
@@ -72,7 +82,19 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
         lock=directory / f"{stem}.lock",
         alive=directory / f"{stem}.alive",
         log=directory / f"{stem}.log",
+        note=note,
     )
+
+
+def _owner_of(directory: str) -> int | None:
+    """The user of a directory, None when there is none."""
+    try:
+        status = os.stat(directory)
+    except PermissionError:
+        return -1  # whoever may not even look at it does not own it
+    except OSError:
+        return None
+    return status.st_uid if stat.S_ISDIR(status.st_mode) else None
 
 
 def make_runtime_dir(paths: RuntimePaths) -> None:

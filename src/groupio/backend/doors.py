@@ -48,9 +48,8 @@ class DoorFile:
         self._near = folder
         self._fd = -1
         try:
-            self._fd = os.open(name, _DOOR_FILE, modes.file, dir_fd=folder.fd)
-            if modes.exact:
-                os.fchmod(self._fd, modes.file)
+            self._fd = os.open(name, _DOOR_FILE, modes.asked[0], dir_fd=folder.fd)
+            modes.settle(self._fd, folder.fd)
         except OSError as error:
             self.close()
             raise storage_error(error, self.path, "create", near=folder.fd) from error
@@ -141,7 +140,7 @@ class NewDoor:
 class Doors:
     """The doors of one store, by name (the epoch in decimal)."""
 
-    def __init__(self, root: Folder, modes: Callable[[], Modes]) -> None:
+    def __init__(self, root: Folder, modes: Modes) -> None:
         """Use :meth:`groupio.backend.posix.PosixBackend.doors`."""
         self._root = root
         self._modes = modes
@@ -150,7 +149,7 @@ class Doors:
 
     def create(self, name: str) -> NewDoor:
         """A new door, to be published as ``name``. Old unfinished ones are removed."""
-        modes = self._modes()
+        modes = self._modes
         folder = self._existing()
         if folder is None:
             folder = self._opened = make_folder(self._root, DOORS, modes)

@@ -78,18 +78,23 @@ class PosixBackend(PosixTree):
 
     @classmethod
     def open(
-        cls, store: str | os.PathLike[str], *, create: bool, file_mode: int | None = None
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        create: bool,
+        file_mode: int | None = None,
+        umask: int | None = None,
     ) -> Self:
         """Open the store at a path or ``file://`` URL.
 
         With ``create`` the directory and its folders are made if absent and are durable on
-        return, with all directories above them. ``file_mode`` are the permission bits of new
-        files (None: private to the user). NotFound when it is absent and not to be created;
-        StorageError when it is a file (ENOTDIR) or may not be read (EACCES). A store that
-        cannot be written opens for reading.
+        return, with all directories above them. New files and directories have the modes that
+        a process with ``umask`` gives them (None: this one), or ``file_mode``. NotFound when it
+        is absent and not to be created; StorageError when it is a file (ENOTDIR) or may not be
+        read (EACCES). A store that cannot be written opens for reading.
         """
         path = store_path(store)
-        modes = Modes.of(file_mode)
+        modes = Modes.of(file_mode, umask)
         made = make_root(path, modes) if create else []
         try:
             root = open_root(path)
@@ -391,16 +396,8 @@ class PosixBackend(PosixTree):
         self._writable(folder).sync(force=force)
 
     def doors(self) -> Doors:
-        """The doors of the store; what is made there has the permissions of its segments."""
-        return Doors(self._root, self._door_modes)
-
-    def _door_modes(self) -> Modes:
-        segments = self._writable(SEGMENTS)
-        try:
-            mode = os.fstat(segments.fd).st_mode & 0o777
-        except OSError as error:
-            raise storage_error(error, segments.path, "look at") from error
-        return Modes(mode & 0o666, mode, exact=True)
+        """The doors of the store; what is made there has the modes of this backend's files."""
+        return Doors(self._root, self._modes)
 
     def private_file(self, folder: str, name: str, data: bytes) -> bytes:
         """The bytes of a file that only this user can read, made with ``data`` if absent.

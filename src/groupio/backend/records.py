@@ -86,15 +86,14 @@ def write_temporary(
     path = os.path.join(folder.path, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, modes.file, dir_fd=folder.fd)
+        fd = os.open(name, flags, modes.asked[0], dir_fd=folder.fd)
     except OSError as error:
         raise storage_error(
             error, path, "create a record in", needed=len(data), near=folder.fd
         ) from error
     try:
         try:
-            if modes.exact:
-                os.fchmod(fd, modes.file)
+            modes.settle(fd, folder.fd)
             write_all(fd, data, 0)
             if durable:
                 os.fsync(fd)
@@ -147,7 +146,7 @@ def private_file(folder: Folder, name: str, data: bytes) -> bytes:
     if found is not None:
         return found
     try:
-        modes = Modes(0o600, exact=True)
+        modes = Modes(0o600, exact=True, stated=True)
         temporary, identity = write_temporary(folder, data, modes, durable=True)
     except StorageError as error:
         if error.errno == errno.EPERM:  # the answer to the change of the mode

@@ -34,6 +34,7 @@ from groupio.errors import StorageFull
 from groupio.format.dtypes import dtype_from_name
 from groupio.format.manifest import ManifestReader
 from groupio.model import ItemKind, ItemSpec
+from groupio.settings import Settings
 
 INDEX = "index.json"
 TENSORS = "tensors.safetensors"
@@ -126,7 +127,7 @@ def export(
 
 
 def _export_door(store: str, epoch: str, lineage: int | None, as_json: bool) -> int:
-    with StoreReader.open(store) as reader:
+    with StoreReader.open(store, file_mode=Settings.from_env().file_mode) as reader:
         catalog = read_catalog(reader.backend)
         key = catalog.find(epoch, lineage)
         shown = catalog.visible.get(key.epoch, key)

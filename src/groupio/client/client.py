@@ -542,6 +542,7 @@ class Client:
             rewind_to=self._rewind_to,
             launch_id=self._launch_id,
             file_mode=self.settings.file_mode,
+            umask=_umask(),
             replicas=self.settings.replicas,
             controller=self._where.address or str(self._where.kind),
             said=self._where.is_said,
@@ -565,3 +566,12 @@ class Client:
         self._connecting = threading.Lock()
         for connection in self._connections:
             connection.abandon_in_child()
+
+
+def _umask() -> int | None:
+    """This process's umask; None where it cannot be read without changing it for a moment."""
+    try:
+        with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
+            return next((int(line[6:], 8) for line in status if line.startswith("Umask:")), None)
+    except (OSError, ValueError):
+        return None

@@ -82,13 +82,20 @@ class StoreReader:
         self._manifests: dict[DecisionKey, ManifestReader | None] = {}
 
     @classmethod
-    def open(cls, store: str | os.PathLike[str]) -> Self:
+    def open(
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        file_mode: int | None = None,
+        umask: int | None = None,
+    ) -> Self:
         """Open the store at a path or ``file://`` URL.
 
+        ``file_mode`` and ``umask`` are for doors made through it, as of ``PosixBackend.open``.
         NotFound when there is none, StorageError when it cannot be read, InvalidInput when the
         address is of no supported kind, or a checkpoint of torch is there.
         """
-        backend = PosixBackend.open(store, create=False)
+        backend = PosixBackend.open(store, create=False, file_mode=file_mode, umask=umask)
         try:
             check_is_store(backend)
         except BaseException:

@@ -120,6 +120,8 @@ class JobStore:
     node: str
     writer: Writer
     file_mode: int | None = None
+    umask: int | None = None
+    """Of the client that the store was opened for; None: of this process."""
     io_mode: str = ""
     indexes: bool = True
     """Whether saves go through this object: only they use what is known of older epochs."""
@@ -146,7 +148,8 @@ class JobStore:
 
     def for_controller(self) -> JobStore:
         """The same store anew, for a controller through which nobody saves."""
-        return JobStore(self.path, self.job, self.node, self.writer, self.file_mode, indexes=False)
+        modes = (self.file_mode, self.umask)
+        return JobStore(self.path, self.job, self.node, self.writer, *modes, indexes=False)
 
     @property
     def backend(self) -> PosixBackend:
@@ -221,7 +224,9 @@ class JobStore:
         """Open the store if it is not; nothing stays open of one that was never seen."""
         first = self._backend is None
         if self._backend is None:
-            self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
+            self._backend = PosixBackend.open(
+                self.path, create=create, file_mode=self.file_mode, umask=self.umask
+            )
             self._complete, self._doubted = create, False
         backend = self._backend
         try:

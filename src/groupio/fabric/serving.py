@@ -169,7 +169,7 @@ class Server:
         try:
             if kind == frames.PROBE and nbytes <= frames.PROBE_BYTES_MAX:
                 outbox.send_nothing(first, nbytes)
-            elif kind == frames.PULL and 0 < count <= frames.WANTS_MAX:
+            elif kind == frames.PULL and 0 < count <= min(frames.WANTS_MAX, frames.TAGS - first):
                 rows = frames.WANT.iter_unpack(stream.receive(count * frames.WANT.size))
                 wants = deque(
                     Row(tag, digest, offset, length, bool(whole))

@@ -36,6 +36,7 @@ from groupio.format.columns import (
     RAW,
     Count,
     Section,
+    check_stored,
     damaged,
     pack_array,
     pack_bytes,
@@ -396,9 +397,10 @@ class ManifestReader:
         except (msgspec.DecodeError, RecursionError) as error:
             raise damaged(self.path, f"its {what} cannot be read ({error})") from None
 
-    def _section(self, name: str) -> tuple[Section, bytes]:
+    def _section(self, name: str, bytes_max: int) -> tuple[Section, bytes]:
         index = _SECTIONS.index(name)
         section = self._root.sections[index]
+        check_stored(section, bytes_max, self.path, f"section {name}")
         return section, self._read(self._starts[index], section.stored)
 
     @cached_property
@@ -407,10 +409,12 @@ class ManifestReader:
         return _starts_of(HEADER_BYTES + self._opened[0].root_length, self._root.sections)
 
     def _array(self, name: str, form: str, count: int) -> npt.NDArray[Any]:
-        return unpack_array(*self._section(name), form, count, self.path, f"section {name}")
+        stored = self._section(name, count * np.dtype(form).itemsize)
+        return unpack_array(*stored, form, count, self.path, f"section {name}")
 
     def _table(self, name: str, form: Any) -> Any:
-        raw = unpack_bytes(*self._section(name), TABLE_BYTES_MAX, self.path, f"section {name}")
+        stored = self._section(name, TABLE_BYTES_MAX)
+        raw = unpack_bytes(*stored, TABLE_BYTES_MAX, self.path, f"section {name}")
         return self._parsed(raw, form, f"section {name}")
 
     @cached_property
@@ -431,14 +435,15 @@ class ManifestReader:
             raise damaged(self.path, "a member is out of range")
         return _Members(ranks, items, refs, sizes, blocks, starts)
 
-    def _block(self, index: int) -> tuple[Section, bytes]:
+    def _block(self, index: int, bytes_max: int) -> tuple[Section, bytes]:
         members = self._members
         section = members.blocks[index]
+        check_stored(section, bytes_max, self.path, f"block {index}")
         return section, self._read(members.starts[index], section.stored)
 
     def _items_block(self, index: int) -> tuple[tuple[ItemSpec, ...], bytes]:
         if index not in self._tables:
-            section, stored = self._block(index)
+            section, stored = self._block(index, ITEM_TABLE_BYTES_MAX)
             known = self._shared.tables.get(section)
             # A section says all of how its bytes are read, so equal ones hold equal tables.
             if known is None or blake3(stored).digest() != section.digest:
@@ -449,7 +454,7 @@ class ManifestReader:
         return self._tables[index]
 
     def _item_table(self, index: int) -> bytes:
-        return self._unpacked_table(index, *self._block(index))
+        return self._unpacked_table(index, *self._block(index, ITEM_TABLE_BYTES_MAX))
 
     def _unpacked_table(self, index: int, section: Section, stored: bytes) -> bytes:
         what = f"item table {index}"
@@ -458,7 +463,7 @@ class ManifestReader:
     def _refs_block(self, index: int) -> npt.NDArray[np.int64]:
         if index not in self._refs:
             what = f"refs {index}"
-            section, stored = self._block(index)
+            section, stored = self._block(index, 4 * CHUNKS_MAX)
             count = section.raw // 4
             if count > CHUNKS_MAX or section.encoding not in (RAW, DELTA):
                 raise damaged(self.path, f"{what} cannot be an array")

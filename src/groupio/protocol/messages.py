@@ -35,6 +35,8 @@ class Hello(_Message, frozen=True):
     rewind_to: int | None = None
     launch_id: str | None = None
     file_mode: int | None = None
+    umask: int | None = None
+    """Of the rank's process: what is written to the store for its job follows it."""
     replicas: int = 1
     controller: str = "local"
     """Where the job's controller is, as :attr:`groupio.Settings.controller` says it."""

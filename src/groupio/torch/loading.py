@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -32,11 +32,13 @@ from groupio.errors import (
     from_wire,
     to_wire,
 )
+from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import Branch, Leaf, make_container
+from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import DecisionKey
 from groupio.torch.clients import check_store, client_for
 from groupio.torch.collective_read import CollectiveRead
+from groupio.torch.converted import ConvertedNotes, adopt
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
@@ -210,6 +212,8 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
+        self._converted: dict[str, list[Converted]] = {}
+        self._notes: list[str] = []
         self._grouped: GroupedRead | CollectiveRead | None = None
         self._through: AgentRead | None = None
 
@@ -283,9 +287,12 @@ class _Load:
             raise mismatch
         wants = self._wants = Collector()
         self._arrivals = collect_fills(found.fill.values(), saved.parts, wants)
+        self._converted = {name: [] for name in found.take}
         self._new = {
-            name: collect_take(take, saved.parts, wants) for name, take in found.take.items()
+            name: collect_take(take, saved.parts, wants, self._converted[name])
+            for name, take in found.take.items()
         }
+        self._notes = saved.notes(node for _, node in found.replace)
         return {"unexpected": self._unexpected} if asked else {}
 
     def where(self, choice: dict[str, Any]) -> str:
@@ -330,7 +337,10 @@ class _Load:
         """Put the plain values into the given dicts and lists."""
         values = {name: get() for name, get in self._new.items()}
         for leaf, node in self._matching.replace:
-            leaf.value = take(node, values)
+            leaf.value = adopt(leaf.value, take(node, values))
+        for state, metadata in self._matching.versions:
+            if hasattr(state, "_metadata"):
+                state._metadata = metadata
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
         _write_back(self._template.root, replaced)
         self.expect_save()
@@ -344,8 +354,19 @@ class _Load:
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
             bytes_read=sum(one.bytes_read for one in took_part),
             bytes_forwarded=sum(one.bytes_forwarded for one in took_part),
-            notes=tuple(note for one in took_part for note in one.notes),
+            notes=(*(note for one in took_part for note in one.notes), *self._type_notes()),
         )
+
+    def _type_notes(self) -> list[str]:
+        """What did not come back as what it was."""
+        found = ConvertedNotes()
+        for _, node in self._matching.replace:
+            for branch in node.branches() if isinstance(node, Branch) else ():
+                if branch.was:
+                    found.add(path_text(branch.path), branch.was, branch.kind)
+        for name, converted in self._converted.items():
+            found.extend(name, converted)
+        return self._notes + found.loaded()
 
 
 class _Chooser:
@@ -474,10 +495,23 @@ def _write_back(branch: Branch, replaced: set[int]) -> bool:
             changed[key] = child.value
     if not changed:
         return False
-    if branch.kind == "tuple":
-        values = {key: child.value for key, child in branch.children.items()}
-        branch.value = make_container("tuple", values)
+    if isinstance(branch.value, tuple):
+        branch.value = _like(branch.value, [child.value for child in branch.children.values()])
+        return True
+    if isinstance(branch.value, Mapping) and not isinstance(branch.value, MutableMapping):
+        branch.value = {key: child.value for key, child in branch.children.items()}
         return True
     for key, value in changed.items():
         branch.value[key] = value
     return False
+
+
+def _like(given: tuple[Any, ...], values: list[Any]) -> Any:
+    """A tuple of the class of ``given``."""
+    cls = type(given)
+    if hasattr(cls, "_make"):
+        return cls._make(values)
+    try:
+        return cls(values)
+    except Exception:  # noqa: BLE001  the caller's own class may want anything
+        return tuple(values)

@@ -23,8 +23,9 @@ from groupio.errors import (
     from_wire,
     to_wire,
 )
-from groupio.format.structure import STRUCTURE, part_name
+from groupio.format.structure import STRUCTURE, part_name, path_text
 from groupio.torch.clients import client_for, save_as
+from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import Council, Members, find_members, met
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
@@ -58,7 +59,6 @@ def save(
     A DTensor is stored by its shards; ``Replicate`` declares equal bytes on all holders, and so
     does a name or glob pattern in ``replicated``: ReplicaDivergence when they differ. Undeclared
     tensors of one name are stored once where they are equal and kept per rank where they differ.
-
     Returns when the tensors may be overwritten (``wait_for="released"``), or at a higher level;
     what was saved are the bytes at the call. A failure of the group stands on the handle.
     ``handle.wait("durable")`` returns once the epoch survives a power cut. ``deadline_s`` bounds,
@@ -69,9 +69,8 @@ def save(
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
     their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors (InvalidInput on
-    the handle when they do not).
-
+    any other in the long run. With both, all holders have to save the same tensors, else the handle
+    has InvalidInput.
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
@@ -143,9 +142,11 @@ def _save(
             warnings.warn(_not_saved(before, unread.message), RuntimeWarning, stacklevel=3)
     if failed is not None:
         return client._failed(epoch, called_at, failed)
-    return save_as(
+    handle = save_as(
         store, members, items, epoch=epoch, called_at=called_at, deadline_s=deadline_s, **how
     )
+    handle._add_notes(items.notes)
+    return handle
 
 
 def _not_saved(epoch: int, why: str) -> str:
@@ -194,10 +195,11 @@ class _Items(Mapping[str, Any]):
         self._state_dict = state_dict
         self._sharing = sharing
         self._made: dict[str, Any] | None = None
+        self.notes: list[str] = []
 
     def _items(self) -> dict[str, Any]:
         if self._made is None:
-            self._made = items_of(self._state_dict, self._sharing)
+            self._made = items_of(self._state_dict, self._sharing, self.notes)
         return self._made
 
     def __getitem__(self, name: str) -> Any:
@@ -216,12 +218,17 @@ class _Items(Mapping[str, Any]):
         return self._items().values()
 
 
-def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> dict[str, Any]:
+def items_of(
+    state_dict: Mapping[Any, Any],
+    sharing: Sharing | None = None,
+    notes: list[str] | None = None,
+) -> dict[str, Any]:
     """The items that stand for ``state_dict`` on this rank, the structure record last.
 
     Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
-    other ranks hand over.
+    other ranks hand over. ``notes`` gets the containers that will come back as others.
     """
+    converted = ConvertedNotes()
     # Who divides tensors has to see them as parts.
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()
     with _remembered.flattened(state_dict) as tree:
@@ -245,10 +252,15 @@ def items_of(state_dict: Mapping[Any, Any], sharing: Sharing | None = None) -> d
                         part, local.global_shape, box.offsets, local.replicated, "torch"
                     )
             else:
-                items[leaf.name] = value
+                items[leaf.name] = converted.encoded(leaf.name, value, leaf.path)
             if note:
                 tree.notes[leaf.name] = note
         if sharing is not None:
             items = sharing.divide(items, tree.leaves)
         items[STRUCTURE] = tree.record()
+        for branch in tree.branches:
+            if branch.was:
+                converted.add(path_text(branch.path), branch.was, branch.kind)
+    if notes is not None:
+        notes += converted.saved()
     return items

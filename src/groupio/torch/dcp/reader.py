@@ -6,11 +6,12 @@ import io
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,6 +38,7 @@ from groupio.model import DecisionKey, ItemKind
 from groupio.plan.read import Box
 from groupio.settings import Settings
 from groupio.torch.clients import agent_read, client_for, note_loaded
+from groupio.torch.converted import adopt
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
 from groupio.torch.grouped import Host
@@ -273,7 +275,10 @@ class GroupStorageReader(FileSystemReader):
             with grouped.fill(source.who[1], deadline):
                 with collection_paused():
                     wants = Collector()
-                    finishes = [self._want(source, item, planner, wants) for item in plan.items]
+                    own_keys: dict[int, dict[str, Any]] = {}
+                    finishes = [
+                        self._want(source, item, planner, wants, own_keys) for item in plan.items
+                    ]
                 source.reader.read_wants(
                     source.manifest,
                     wants.finish(),
@@ -304,7 +309,12 @@ class GroupStorageReader(FileSystemReader):
         return self._host.reading_at_once()
 
     def _want(
-        self, source: _Source, item: ReadItem, planner: LoadPlanner, wants: Collector
+        self,
+        source: _Source,
+        item: ReadItem,
+        planner: LoadPlanner,
+        wants: Collector,
+        own_keys: dict[int, dict[str, Any]],
     ) -> Callable[[], None]:
         """Add what an item needs; the call completes it once the bytes are there."""
         if item.type is LoadItemType.BYTE_IO:
@@ -313,7 +323,7 @@ class GroupStorageReader(FileSystemReader):
             if not isinstance(taken, Take):
                 raise InvalidInput(f"{name!r} was not saved for this rank: {taken}")
             value = collect_take(taken, source.parts, wants)
-            return lambda: planner.load_bytes(item, _pickled(value()))
+            return lambda: _hand_over(planner, item, value(), own_keys)
         saved: Saved = self.storage_data[item.storage_index]
         target = planner.resolve_tensor(item).detach()
         corner = zip(saved.spec.offsets, item.storage_offsets, strict=True)
@@ -383,6 +393,37 @@ def _described(boxes: list[Saved], note: str) -> TensorStorageMetadata | BytesSt
 def _keys(leaf: Leaf) -> tuple[str | int, ...]:
     """The path of a leaf as DCP writes it: keys of mappings are text."""
     return tuple(step.key if step.indexed else str(step.key) for step in leaf.path)
+
+
+def _hand_over(
+    planner: LoadPlanner, item: ReadItem, value: Any, known: dict[int, dict[str, Any]]
+) -> None:
+    """Give a value that is no tensor to the planner.
+
+    torch's own planner is not asked where it would put a second key beside one that is no str,
+    ``"5"`` beside ``5``; nor does the value need to be pickled then.
+    """
+    own = isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict
+    if not own or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        planner.load_bytes(item, _pickled(value))
+        return
+    assert isinstance(planner, DefaultLoadPlanner)
+    fqn = item.dest_index.fqn
+    here: Any = planner.original_state_dict
+    path = planner.mappings[fqn]
+    for key in path[:-1]:
+        here = here[_own_key(here, key, known)]
+    last = _own_key(here, path[-1], known)
+    here[last] = adopt(here[last], value)
+
+
+def _own_key(here: Any, key: Any, known: dict[int, dict[str, Any]]) -> Any:
+    """The key of the container ``here`` that DCP writes as ``key``."""
+    if not isinstance(here, Mapping) or key in here:
+        return key
+    if id(here) not in known:
+        known[id(here)] = {str(own): own for own in here}
+    return known[id(here)][key]
 
 
 def _pickled(value: Any) -> io.BytesIO:
