@@ -84,6 +84,10 @@ class Settings:
     """What the store takes from all nodes together, in bytes per second (None: no limit)."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and not is_unicode(value):
+                raise InvalidInput(f"settings: {field.name}={value!r} is not valid Unicode")
         _check(self.memory_bytes is None or self.memory_bytes >= 16 << 20, self, "memory_bytes")
         _check(_is_count(self.replicas, 1, REPLICAS_MAX), self, "replicas")
         for name in ("uplink_bytes_per_s", "fabric_bytes_per_s", "backend_bytes_per_s"):
@@ -202,6 +206,18 @@ _EXPECTED = {
     "foreground_share": "a number from 0 to 1",
     "backend_bytes_per_s": _RATE,
 }
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can say ``text``: messages and records hold no other text.
+
+    A path that is not UTF-8 has lone surrogates in Python.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _ports_exist(text: str) -> bool:

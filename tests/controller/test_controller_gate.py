@@ -94,6 +94,12 @@ class Agent:
         await until(lambda: self.told)
         return self.told.pop(0)
 
+    async def show(self, store: JobStore) -> None:
+        """Answer the controller, which asks which store this node sees."""
+        order = await self.answer()
+        assert isinstance(order, fx.ShowStore)
+        self.say(await asyncio.to_thread(lambda: store.show(order)))
+
     async def refusal(self) -> GroupIOError:
         refused = await self.answer()
         assert isinstance(refused, cm.NodeRefused)
@@ -243,6 +249,7 @@ def test_another_life_of_a_node_that_is_alive_is_told_so(tmp_path: Path) -> None
         assert it.host.controller.groups == {}
         assert not it.host.controller.waiting
         first.say(save)
+        await first.show(it.host.store)
         order = await first.answer()
         assert isinstance(order, fx.AdmitGroup), "the first one goes on"
 

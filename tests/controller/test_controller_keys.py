@@ -101,6 +101,17 @@ def test_a_damaged_file_of_keys(tmp_path: Path) -> None:
         assert not any(word in caught.value.message for word in data.decode().split()[3:])
 
 
+@pytest.mark.parametrize("line", range(1, 6))
+def test_a_key_of_more_bits_than_there_are(tmp_path: Path, line: int) -> None:
+    path = tmp_path / "keys"
+    Keys.make().save(path)
+    lines = path.read_text().splitlines()
+    lines[line] = f"{lines[line].split()[0]} {'#' * 40}"
+    path.write_text("\n".join(lines))
+    with pytest.raises(InvalidInput, match="make it anew"):
+        Keys.load(path)
+
+
 def test_files_that_others_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = private(tmp_path / "token", TOKEN)
     for mode in (0o640, 0o604, 0o620, 0o644):

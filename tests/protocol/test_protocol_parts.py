@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol_help import opened
 
-from groupio.errors import GroupAborted, GroupTimeout, LateMember
+from groupio.errors import GroupAborted, GroupTimeout, LateMember, StorageError
 from groupio.model import EPOCH_MAX, DecisionKey, Lineage
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -201,8 +201,17 @@ def test_only_the_newest_epochs_are_remembered() -> None:
         missed.note(given_up(epoch))
     assert missed.tell(opened(1, 3, 0)) is None
     assert missed.tell(opened(1, 3, 1)) is not None
-    missed.forget()
+    missed.forget(None)
     assert missed.tell(opened(2, 3, 1)) is None
+
+
+def test_another_launch_missed_nothing_that_the_store_refused_to_this_one() -> None:
+    for launch, told in ((None, True), ("next", False)):
+        missed = Missed()
+        missed.refused([opened(0, 3, 5)], StorageError("it is read-only"), {5: {1}})
+        missed.forget(launch)
+        assert missed.tell(opened(1, 3, 5)) is None
+        assert (missed.tell(opened(2, 3, 5)) is not None) == told
 
 
 def test_long_lists_of_ranks_are_cut() -> None:

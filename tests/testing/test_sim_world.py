@@ -24,6 +24,7 @@ FOUND_BY = {
     "arena fence": None,
     "fingerprint check": None,
     "deadline": 13,
+    "store proof": 2,
 }
 """The invariant that breaks first without this guard; None: more than one may."""
 

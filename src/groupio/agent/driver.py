@@ -520,6 +520,9 @@ class Driver:
                 | fx.AdoptGroup()
             ):
                 self.tell_machine(effect)
+            case fx.ShowStore():
+                assert job.joining is not None
+                job.joining.show(effect)
             case rm.Assign() | rm.Yield() | rm.Unreadable() | rm.ReadSought() | rm.Peers():
                 self.reads.take(job, effect)
             case fx.CloseGroup() | fx.DropHeld():

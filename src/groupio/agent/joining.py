@@ -82,6 +82,7 @@ class Joining:
         self._locked_out = False  # the last controller that was tried has another token
         self._locked = ""  # its address, where this node has none
         self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
+        self._views = 0  # which opened store the controller knows of
         self._ended = False
 
     @property
@@ -170,6 +171,10 @@ class Joining:
             return  # the last client's end is what it ended for
         if self._election is None:
             self.begin(create=isinstance(event, ev.MemberOpened))
+        if self._machine.joined and self._views != self._job.store.views:
+            # What the event tells may stand in another store than the node has shown.
+            self._views = self._job.store.views
+            self.tell(ev.NodeReopened(self._driver.node))
         if self._job.host is not None:
             self._job.host.tell(event)
         elif self._machine.joined and self._client is not None:
@@ -435,6 +440,7 @@ class Joining:
         term = self._machine.term
         self.unjoined.note(error.message)
         if not isinstance(error, ControllerLost):
+            self._errands.run(self._job.store.hide)
             self.unjoined.refused(error)
             self._feed(fo.JoinRefused(term, error))
             return
@@ -455,7 +461,16 @@ class Joining:
 
     # -- joining and hosting ----------------------------------------------------------------------
 
+    def show(self, order: fx.ShowStore) -> None:
+        """Show the controller which store this node sees."""
+
+        def answer(shown: ev.StoreShown | None, error: GroupIOError | None) -> None:
+            self.tell(shown or ev.StoreShown(order.node, order.name, error=error))
+
+        self._errands.ask(lambda: self._job.store.show(order), answer)
+
     def _join_event(self) -> ev.NodeJoined:
+        self._views = self._job.store.views
         held = self._driver.held(self._job)
         kept = {(one.client, one.save_id) for group in held for one in group.opened}
         return ev.NodeJoined(
@@ -469,6 +484,7 @@ class Joining:
             opens=tuple(
                 one for one in self._job.opens_now() if (one.client, one.save_id) not in kept
             ),
+            path=self._job.path,
         )
 
     def _send_join(self) -> None:

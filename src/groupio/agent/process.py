@@ -28,6 +28,7 @@ from pathlib import Path
 from groupio import wire
 from groupio.errors import AgentLost, InvalidInput
 from groupio.exhaustion import NO_DESCRIPTOR
+from groupio.settings import is_unicode
 
 _LOCK_POLL_S = 0.005
 _TAKE_S = 0.5
@@ -66,7 +67,7 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
     else:
         session = os.environ.get("XDG_RUNTIME_DIR", "")
         directory = Path(f"/tmp/groupio-{os.getuid()}")
-        if os.path.isabs(session):
+        if os.path.isabs(session) and is_unicode(session):
             owner = _owner_of(session)
             if owner == os.getuid():
                 directory = Path(session, "groupio")

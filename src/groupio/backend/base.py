@@ -52,6 +52,10 @@ STORE_RECORD = "groupio.json"
 """The record in ``ROOT`` that makes a directory a store."""
 
 
+MARK_BYTES_MAX = 64
+"""Bytes read of a mark; a real one has fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """What a store is made of, for ``status`` and ``doctor``.
@@ -258,6 +262,26 @@ class Backend(Protocol):
         In both cases the record that is there is durable on return. When an error says
         ``outcome="unknown"`` the record may be there: read it.
         """
+        ...
+
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before.
+
+        Whoever sees the same store finds it by its name once this returns, as soon as the caches
+        of the file system let them. Not durable; one that is left over is removed with other
+        unfinished files, by age.
+        """
+        ...
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet).
+
+        InvalidInput when no mark has such a name.
+        """
+        ...
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
         ...
 
     def replace(self, folder: str, name: str, data: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from groupio.backend.base import (
     EPOCHS,
     FOLDERS,
+    MARK_BYTES_MAX,
     PREPARED,
     ROOT,
     SEGMENTS,
@@ -38,14 +40,16 @@ from groupio.backend.records import (
     TEMPORARY,
     FileId,
     Placer,
+    PosixReader,
     find,
+    open_regular,
     private_file,
     remove_quietly,
     write_temporary,
 )
 from groupio.backend.segments import BUFFERED, PosixSegment
 from groupio.backend.tree import PosixTree, store_path
-from groupio.errors import GroupIOError, NotFound, Outcome, StorageError
+from groupio.errors import GroupIOError, InvalidInput, NotFound, Outcome, StorageError
 from groupio.format import records as format_records
 from groupio.format.limits import STORE_FORMAT
 from groupio.model import PAGE_BYTES
@@ -56,6 +60,9 @@ if TYPE_CHECKING:
 
 _STORE_RECORD_LIMIT = 1 << 20
 """Bytes read of a store record; a real one has a few hundred, more is damage."""
+
+_MARK = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{24}")
+"""The names that :func:`write_temporary` makes."""
 
 _PREPARED_LIMIT = 64
 """Prepared records remembered at once; a few epochs are ever in flight."""
@@ -320,6 +327,32 @@ class PosixBackend(PosixTree):
             where.sync(force=not placed, outcome=Outcome.UNKNOWN)
         return placed
 
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before."""
+        name, _ = write_temporary(self._writable(folder), data, self._modes, durable=False)
+        return name
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet)."""
+        _check_mark(name)
+        path = self._where(folder, name)
+        try:
+            fd, status = open_regular(self._folder(folder), name)
+        except FileNotFoundError:
+            return None
+        with PosixReader(fd, status.st_size, path) as reader:
+            return reader.read(0, min(reader.size, MARK_BYTES_MAX))
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
+        _check_mark(name)
+        try:
+            os.unlink(name, dir_fd=self._folder(folder).fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(error, self._where(folder, name), "remove") from error
+
     def replace(self, folder: str, name: str, data: bytes) -> None:
         """Write a derived file in the place of an older one, whole or not at all.
 
@@ -419,7 +452,7 @@ class PosixBackend(PosixTree):
         return all(folder.is_sound for folder in list(self._folders.values()))
 
     def remove_temporary(self, older_than_s: float) -> int:
-        """Remove unfinished records that killed writers left; how many there were.
+        """Remove unfinished records and doors that killed writers left; how many there were.
 
         Age is measured by the store's clock. A writer paused for longer than that finds its
         record gone and fails typed, so take a time that no living writer needs.
@@ -428,13 +461,22 @@ class PosixBackend(PosixTree):
         remove_quietly(self._root, probe)
         count = 0
         for folder in (ROOT, *FOLDERS):
-            for name in self._names(folder):
-                if name.startswith(TEMPORARY):
-                    there = find(self._folder(folder), name)
-                    if there is not None and now - there[3] > older_than_s * 1e9:
-                        remove_quietly(self._folder(folder), name)
-                        count += 1
+            for name in self.unfinished(folder):
+                there = find(self._folder(folder), name)
+                if there is not None and now - there[3] > older_than_s * 1e9:
+                    remove_quietly(self._folder(folder), name)
+                    count += 1
+        try:
+            with self.doors() as doors:
+                count += doors.remove_unfinished(now, older_than_s)
+        except GroupIOError:
+            pass  # whatever is in the place of the doors, saves do without it
         return count
+
+
+def _check_mark(name: str) -> None:
+    if not _MARK.fullmatch(name):
+        raise InvalidInput(f"{name[:80]!r} is not the name of a mark in a store")
 
 
 def _corresponds(mine: Folder, root: Folder, old: Folder, old_root: Folder) -> bool:

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from groupio.backend.base import FOLDERS, ROOT, SEGMENTS, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, check_name, open_folder
-from groupio.backend.records import PosixReader, find, open_regular
+from groupio.backend.records import TEMPORARY, PosixReader, find, open_regular
 from groupio.errors import IntegrityError, InvalidInput, NotFound
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(?=://)")
@@ -62,6 +62,10 @@ class PosixTree:
     def list(self, folder: str) -> builtins.list[str]:
         """The names in ``folder`` in ascending order, without unfinished ones; [] if absent."""
         return [name for name in self._names(folder) if not name.startswith(".")]
+
+    def unfinished(self, folder: str) -> builtins.list[str]:
+        """The names in ``folder`` of records that are being written, or whose writers died."""
+        return [name for name in self._names(folder) if name.startswith(TEMPORARY)]
 
     def identities(self, folder: str) -> dict[str, int]:
         """What :meth:`list` gives, each name with its inode, from one listing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.cli.output import CommandError
+from groupio.client.address import store_address
+from groupio.client.store_parts import is_store, part_store, parts_in
 from groupio.client.store_reader import check_is_store
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
@@ -87,8 +90,17 @@ class Catalog:
         return f"there is {shown}" if len(epochs) <= 8 else f"the newest are {shown}"
 
 
+def with_parts(store: str) -> list[tuple[str | None, str]]:
+    """The stores of a step's parts, the unnamed one first; without it where only parts exist."""
+    path = store_address(store)
+    parts: list[tuple[str | None, str]] = [
+        (part, os.fspath(part_store(path, part))) for part in parts_in(path)
+    ]
+    return parts if parts and not is_store(path) else [(None, store), *parts]
+
+
 @contextmanager
-def open_store(store: str) -> Iterator[PosixBackend]:
+def open_store(store: str | os.PathLike[str]) -> Iterator[PosixBackend]:
     """The store for reading; NotFound when there is none at that path, InvalidInput when a
     checkpoint of torch is."""
     backend = PosixBackend.open(store, create=False)

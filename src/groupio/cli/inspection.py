@@ -5,12 +5,22 @@ Reading is done here; what must hold is said by :mod:`groupio.testing.invariants
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from groupio.backend.base import CATALOGUE, EPOCHS, INFLIGHT, PREPARED, SEGMENTS, RandomReader
+from groupio.backend.base import (
+    CATALOGUE,
+    EPOCHS,
+    FOLDERS,
+    INFLIGHT,
+    PREPARED,
+    ROOT,
+    SEGMENTS,
+    RandomReader,
+)
 from groupio.backend.posix import PosixBackend
 from groupio.cli.catalog import Catalog, Unreadable, read_catalog
 from groupio.door.check import check_door
@@ -35,6 +45,11 @@ READ_ERRORS = (FormatError, IntegrityError, NotFound, StorageError)
 
 WHOLE_BYTES = 1 << 20
 """A manifest of up to this size is read at once."""
+
+UNFINISHED = (
+    "a record that is being written, or whose writer died; the next client removes it once it is a "
+    "day old"
+)
 
 STRANGER = "not a name of groupio"
 
@@ -362,6 +377,10 @@ class Inspector:
             if (key := parse_key(name)) is not None
         }
         found = [Leftover("garbage", path, STRANGER) for path in self._catalog.foreign]
+        for folder in (ROOT, *FOLDERS):
+            for name in self._backend.unfinished(folder):
+                path = os.path.join(self._backend.path, folder, name)
+                found.append(Leftover("garbage", path, UNFINISHED))
         for folder in (PREPARED, INFLIGHT):
             for name in self._backend.list(folder):
                 path = f"{self._backend.path}/{folder}/{name}"

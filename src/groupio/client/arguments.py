@@ -10,6 +10,7 @@ import msgspec
 
 from groupio.errors import InvalidInput
 from groupio.model import EPOCH_MAX
+from groupio.settings import is_unicode
 
 METADATA_BYTES_MAX = 64 << 10
 """Largest encoded ``metadata`` of a save."""
@@ -73,6 +74,8 @@ def check_patterns(replicated: Iterable[str]) -> tuple[str, ...]:
                 f"replicated contains {pattern!r} of type {type(pattern).__name__}; give names or "
                 "glob patterns of items"
             )
+        if not is_unicode(pattern):
+            raise InvalidInput(f"replicated contains {pattern!r}, which is not valid Unicode")
     return tuple(sorted(set(given)))
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,7 +34,7 @@ from groupio.errors import (
 )
 from groupio.model import WORLD_SIZE_MAX, EpochInfo, Level
 from groupio.protocol import messages as msg
-from groupio.settings import Settings
+from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
     from groupio.client.outgoing import Outgoing, Packer
@@ -101,6 +102,8 @@ def unconnected(
     path = store_address(store)
     if job is not None and (not isinstance(job, str) or not 0 < len(job) <= 1000):
         raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
+    if job is not None and not is_unicode(job):
+        raise InvalidInput(f"job={job!r} is not valid Unicode")
     place = launch.find_place(rank, world_size, os.environ)
     rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
     name = job or recorded_job(path) or os.path.basename(path) or "root"
@@ -140,9 +143,10 @@ class Client:
         self.damaged_epochs: list[tuple[str, str]] = []
         """Records that the last ``epochs()`` could not read: their names, and why."""
         self._where = where
-        self._rewind_to = rewind_to
+        self._rewind_to = self._rewind_parts_to = rewind_to
         self._launch_id = launch_id
         self._origin = Origin()
+        self._parts: dict[str, Client] = {}
         self._has_saved = False
         self._pid = os.getpid()
         self._ids = itertools.count(1)
@@ -189,6 +193,7 @@ class Client:
         wait_for: str = "released",
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
+        part: str | None = None,
     ) -> SaveHandle:
         """Save this member's ``items`` as its part of ``epoch``; all members do the same.
 
@@ -197,7 +202,8 @@ class Client:
         or plain values. ``replicated`` are names or glob patterns of items that are equal on all
         members that have them. ``deadline_s`` bounds the time from this call until the group is
         STAGED. ``when_full`` says what to do while there is no room in memory: wait, skip this
-        epoch, or fail. ``metadata`` is a small dict kept with the epoch.
+        epoch, or fail. ``metadata`` is a small dict kept with the epoch. ``part`` names a part of
+        the epoch that is saved in a call of its own; each part is an atomic epoch by itself.
 
         Epochs grow along a lineage. When all members have loaded the same older epoch by its
         number, have saved nothing since, and save next an epoch that is not newer than the
@@ -209,7 +215,7 @@ class Client:
         wrong stands on the handle; nothing is durable before its ``durable`` time is set. An
         error that is not read there is logged, noted on the next handle, and summed up by close.
         """
-        return self._save(
+        return self._part(part)._save(
             items,
             epoch=epoch,
             deadline_s=deadline_s,
@@ -218,6 +224,24 @@ class Client:
             when_full=when_full,
             metadata=metadata,
         )
+
+    def _part(self, part: str | None) -> Client:
+        """The client of a part; this one for the unnamed part. InvalidInput for a bad name."""
+        if part is None:
+            return self
+        from groupio.client.store_parts import PartStore, part_store
+
+        self._check_usable("use a part")
+        path = part_store(self.store, part)
+        assert isinstance(path, PartStore)
+        with self._connecting:
+            if part not in self._parts:
+                place, rewind = (self.rank, self.world_size), self._rewind_parts_to
+                job = recorded_job(path) or f"{self.job}/{part}"
+                self._parts[part] = Client(
+                    str(path), job, place, rewind, self.settings, self._where, self._launch_id
+                )
+            return self._parts[part]
 
     def _save(
         self,
@@ -357,6 +381,7 @@ class Client:
         member: int | None = None,
         deadline_s: float = 600.0,
         fallback: bool = False,
+        parts: Iterable[str | None] | None = None,
     ) -> dict[str, Any]:
         """The items that ``member`` (this rank if None) saved in ``epoch``, in their order.
 
@@ -365,6 +390,9 @@ class Client:
         tensors of the same size and dtype for some of them, filled in place (undefined content
         after an error). "latest" first waits until epochs that an earlier incarnation staged are
         decided. Every chunk is verified before use. Waits for no other member.
+
+        ``parts`` loads these parts (None: the unnamed one), each under its name, from the newest
+        epoch that is committed in all of them; ``into`` maps parts likewise.
 
         NotFound: no such store, epoch, member or item. IntegrityError: damage, with path and
         chunk; with ``fallback`` the next older intact epoch is taken instead, and
@@ -381,6 +409,20 @@ class Client:
         if into is not None and not isinstance(into, Mapping):
             raise InvalidInput(f"into is of type {type(into).__name__}; give a mapping of names")
         self.skipped_epochs = []
+        if parts is not None:
+            from groupio.client.store_parts import load_parts
+
+            if names is not None:
+                raise InvalidInput("names picks items of one part; leave it out with parts")
+            return load_parts(
+                self,
+                parts,
+                wanted,
+                into=into,
+                member=member,
+                deadline=deadline,
+                fallback=fallback,
+            )
         if wanted == "latest":
             self._settle(deadline)
         from groupio.client.loading import Request, load_items
@@ -433,22 +475,24 @@ class Client:
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; none for a store not yet made.
 
-        Epochs that a rewind abandoned are among them, marked ``abandoned``. Records that cannot
-        be read are logged and stand in ``damaged_epochs``. StorageError when the store cannot be
-        read.
+        Epochs that a rewind abandoned are among them, marked ``abandoned``, and those of parts,
+        which ``part`` names. Records that cannot be read are logged and stand in
+        ``damaged_epochs``. StorageError when the store cannot be read.
         """
         self._check_usable("list epochs")
+        from groupio.client.store_parts import part_store, parts_in
         from groupio.client.store_reader import StoreReader
 
-        self.damaged_epochs = []
-        try:
-            reader = StoreReader.open(self.store)
-        except NotFound:
-            return []
-        with reader:
-            listed = reader.epochs()
-            self.damaged_epochs = reader.damaged
-            return listed
+        self.damaged_epochs, listed = [], []
+        for part in (None, *parts_in(self.store)):
+            try:
+                reader = StoreReader.open(part_store(self.store, part))
+            except NotFound:
+                continue
+            with reader:
+                listed += [replace(one, part=part) for one in reader.epochs()]
+                self.damaged_epochs += reader.damaged
+        return sorted(listed, key=lambda one: one.epoch)
 
     def foreground(self, share: float | None = None) -> AbstractContextManager[None]:
         """Within it storage traffic of this node keeps to ``share`` of its speed; 0 pauses it.
@@ -477,6 +521,8 @@ class Client:
             if self._closed:
                 return
             self._closed = True
+        for part in self._parts.values():
+            part.close()
         end = time.monotonic() + self.settings.close_timeout_s
         for connection in self._connections:
             for save in connection.saves():

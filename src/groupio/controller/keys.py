@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,10 +104,13 @@ class Keys:
         if len(pairs) != len(names) or any(not _Z85.fullmatch(values.get(n, b"")) for n in names):
             raise InvalidInput(f"{path} is no file of groupio keys; make it anew")
         *curve, fabric = (values[name] for name in names)
-        keys = cls(curve[0], curve[1], curve[2], curve[3], z85.decode(fabric))
-        for public, secret in ((curve[0], curve[1]), (curve[2], curve[3])):
-            if zmq.curve_public(secret) != public:
-                raise InvalidInput(f"{path} has keys that do not belong together; make it anew")
+        try:
+            keys = cls(curve[0], curve[1], curve[2], curve[3], z85.decode(fabric))
+            belong = [zmq.curve_public(curve[at + 1]) == curve[at] for at in (0, 2)]
+        except (zmq.ZMQError, struct.error):  # five characters may say more than 32 bits hold
+            raise InvalidInput(f"{path} is no file of groupio keys; make it anew") from None
+        if not all(belong):
+            raise InvalidInput(f"{path} has keys that do not belong together; make it anew")
         return keys
 
     def save(self, path: str | Path) -> None:

@@ -135,6 +135,8 @@ FROM_NODE = (
     ev.NodeStored,
     ev.NodeFailed,
     ev.NodeIdle,
+    ev.NodeReopened,
+    ev.StoreShown,
     *FROM_READER,
 )
 """All that a controller takes from an agent."""
@@ -155,6 +157,7 @@ FROM_CONTROLLER = (
     fx.TakeRoom,
     fx.AdoptGroup,
     fx.DropHeld,
+    fx.ShowStore,
     fx.RefuseNode,
     fx.TellReached,
     fx.TellUnreachable,

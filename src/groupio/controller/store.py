@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -57,6 +58,9 @@ _T = TypeVar("_T")
 
 TEMPORARY_AGE_S = 24 * 3600.0
 """Unfinished records older than this belong to writers that are long dead."""
+
+MARK_BYTES = 32
+"""Random bytes in a mark."""
 
 LOOK_S = 10.0
 """A segment that another node has just written is looked for so long."""
@@ -131,6 +135,8 @@ class JobStore:
     lease_bytes: dict[int, int] = field(default_factory=dict)
     """What each rank's lease took in the newest epoch found at opening."""
     saved: Saved = field(default_factory=Saved)
+    views: int = 0
+    """How often the store was opened by its path, which may have led to another one each time."""
     _backend: PosixBackend | None = None
     _complete: bool = False
     """The backend was opened to write: all its folders are there."""
@@ -140,6 +146,8 @@ class JobStore:
     _packed_tables: PackedTables = field(default_factory=dict)
     _doubted: bool = False
     """A call failed as it does when the store is away."""
+    _shown: str = ""
+    """The mark that this node left for its controller, which removes it."""
     _prepared_before: set[DecisionKey] = field(default_factory=set)
     """Prepared through a backend before this one, which does not know their records."""
     _decided_since: int = 0
@@ -228,6 +236,7 @@ class JobStore:
                 self.path, create=create, file_mode=self.file_mode, umask=self.umask
             )
             self._complete, self._doubted = create, False
+            self.views += 1
         backend = self._backend
         try:
             record = backend.ensure_store_record(self.job) if create else backend.store_record()
@@ -287,6 +296,7 @@ class JobStore:
         except GroupIOError:
             self._doubted = True
             raise
+        self.views += 1
         log.warning("opened %s anew: %s", self.path, why)
         self._prepared_before.update(self._prepared)
 
@@ -372,19 +382,25 @@ class JobStore:
 
     @_asking
     def prepare(
-        self, effect: fx.PrepareEpoch, see: See, paths: Mapping[str, str] | None = None
+        self,
+        effect: fx.PrepareEpoch,
+        see: See,
+        paths: Mapping[str, str] | None = None,
+        view: int | None = None,
     ) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return.
 
         ``see`` shows bytes of the members' leases, which last until the answer. ``paths`` are the
-        paths of the store on other nodes, for messages. IntegrityError when a segment that the
-        epoch refers to is not whole in this store; StorageError when another node has just written
-        it: that node's path leads to another store.
+        paths of the store on other nodes, for messages. ``view`` is the number of the opened store
+        that they see (None: there are no others); another one is ESTALE. IntegrityError when a
+        segment that the epoch refers to is not whole in this store; StorageError when another node
+        has just written it: that node's path leads to another store.
         """
         merged = dedup.merge(effect.reports)
         check_replicas(effect.key.epoch, effect.reports, merged, see)
         manifest = self._build(effect, merged)
         backend = self.current()
+        self._check_view(view)
         self._check_segments(backend, effect, manifest, paths or {})
         data = encode_manifest(manifest, self._packed_tables)
         backend.sync_folder("segments")
@@ -469,6 +485,66 @@ class JobStore:
             path=path,
         )
 
+    # -- marks -----------------------------------------------------------------------------------
+
+    @_asking
+    def leave_mark(self, proof: int) -> ev.MarkLeft:
+        """Leave a mark for an agent, in the folder of decisions, which the agent has to see."""
+        content = secrets.token_bytes(MARK_BYTES)
+        name = self._here().leave_mark("epochs", content)
+        return ev.MarkLeft(proof, name, content, self.path)
+
+    @_asking
+    def find_mark(self, proof: int, name: str) -> ev.MarkFound:
+        """Read the mark of an agent, in the folder of segments, which the agent writes."""
+        return ev.MarkFound(proof, self._here().find_mark("segments", name) or b"")
+
+    def remove_marks(self, own: Iterable[str], shown: Iterable[str]) -> None:
+        """Remove marks of this controller and of agents; leftovers are removed by age."""
+        try:
+            for folder, names in (("epochs", own), ("segments", shown)):
+                for name in names:
+                    self._here().remove_mark(folder, name)
+        except GroupIOError as error:
+            self.doubt(error)
+            log.info("marks in %s stay for a while: %s", self.path, error)
+
+    @_asking
+    def show(self, order: fx.ShowStore) -> ev.StoreShown:
+        """What this node sees of the controller's mark; where it does, it leaves one of its own."""
+        backend = self._here()
+        found = backend.find_mark("epochs", order.name)
+        if not found:
+            return ev.StoreShown(order.node, order.name)
+        self.hide()
+        content = secrets.token_bytes(MARK_BYTES)
+        self._shown = backend.leave_mark("segments", content)
+        return ev.StoreShown(order.node, order.name, found, self._shown, content)
+
+    def hide(self) -> None:
+        """Remove the mark that this node left, if it is still there."""
+        if self._shown:
+            self.remove_marks((), (self._shown,))
+            self._shown = ""
+
+    def _here(self) -> PosixBackend:
+        if self._backend is None:
+            raise StorageError(
+                f"the store {self.path} is closed; it is opened by the next save",
+                path=self.path,
+                errno=errno.ESTALE,
+            )
+        return self.current()
+
+    def _check_view(self, view: int | None) -> None:
+        if view is not None and self.views != view:
+            raise StorageError(
+                f"the store {self.path} was opened anew; the epoch goes on once all nodes have "
+                "proved that they see it",
+                path=self.path,
+                errno=errno.ESTALE,
+            )
+
     @_asking
     def compare(self, effect: fx.CompareEpoch) -> bool:
         """The members' content is that of the committed epoch, by its own record.
@@ -481,11 +557,15 @@ class JobStore:
         return dedup.content_id(effect.reports, effect.world_size) == committed
 
     @_asking
-    def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
-        """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
+    def decide(self, effect: fx.Decide, view: int | None = None) -> tuple[bool, bool]:
+        """Make the decision, or learn the one that stands: (committed, ours). Durable on return.
+
+        ``view`` as in :meth:`prepare`, for a commit.
+        """
         key = effect.key
         self.renew()
         if effect.commit:
+            self._check_view(view)
             manifest = self._prepared.get(key)
             if self.backend.commit_prepared(key) and key not in self._prepared_before:
                 committed, ours = True, True

@@ -65,11 +65,19 @@ class Controller(AgentsOfJob):
                 return self._on_unavailable(error)
             case ev.LineageCreated():
                 return self._on_lineage(event)
+            case ev.MarkLeft() | ev.StoreShown() | ev.MarkFound():
+                return self._on_proof(event)
+            case ev.NodeReopened(node=node):
+                return self._unprove(node)
+            case ev.StoreRenewed():
+                return [e for node in self.nodes.alive for e in self._unprove(node)]
             case ev.Drain():
                 return self._on_drain(event)
             case ev.TimerFired(name=name):
                 if (refused := self.waiting.expire(name)) is not None:
                     return refused
+                if (again := self.proofs.on_timer(name)) is not None:
+                    return again
                 if (over := self.presence.expire(name)) is not None:
                     return self._on_absent(over)
                 if name == RESUME_TIMER:
@@ -185,6 +193,8 @@ class Controller(AgentsOfJob):
             return self.waiting.enter(event, timer) + self.open_store(create=True)
         if self._line_pending():
             return self.waiting.enter(event, timer)
+        if event.node in self.nodes.unproved:
+            return self.waiting.enter(event, timer) + self._prove(event.node)
         if event.job is not None and event.job != self.job:
             return refuse(event, timer, reasons.other_job(event, self.job))
         effects, error = self._settle_incarnation(event, self._clients[event.client])
@@ -276,6 +286,7 @@ class Controller(AgentsOfJob):
 
     def _on_gone(self, event: ev.MemberGone) -> list[fx.Effect]:
         away = self.presence.lose(event.client, process_gone=event.process_gone)
+        self.missed.lose(event.client)
         known = self._clients.get(event.client)
         if known is None:
             return [] if away is None else self._watch(away)
@@ -286,7 +297,6 @@ class Controller(AgentsOfJob):
         known.closed = known.closed or event.closed
         self._note_ended(event.client)
         how = "ended" if event.process_gone else "closed its connection"
-        self.missed.lose(event.client)
         effects = self.waiting.lose(event.client)
         touched = []
         for group in self.groups.values():
@@ -396,7 +406,7 @@ class Controller(AgentsOfJob):
             if group.ready and not group.store:
                 effects += group.prepare()
         oldest = next((g for g in held if g.store), None)
-        if oldest is not None and oldest.ready:
+        if oldest is not None and oldest.ready and not oldest.unproved:
             if not self.store_open:
                 return effects + self.open_store(create=True)
             effects += oldest.prepare()

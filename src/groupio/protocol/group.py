@@ -348,6 +348,16 @@ class Group(PlannedGroup):
             effects.append(fx.ForgetInflight(self.number, self.key))
         return effects
 
+    def doubt(self, error: GroupIOError) -> list[fx.Effect]:
+        """A node of the group sees another store than the controller.
+
+        A decision that is tried again, as the store was opened anew, may stand in either of them.
+        """
+        if self.phase is not Phase.DECIDING or not self._retrying:
+            return []
+        self._retrying = False
+        return [fx.StopTimer(self.timer), *self._unknown(error)]
+
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
         assert self.error is not None
         if self.stands if self.key is None else not self.store:

@@ -161,7 +161,7 @@ class Lives(JobState):
         effects = self._give_up(
             unstaged, lambda g: reasons.new_incarnation(g.epoch, event.rank, why)
         )
-        self.missed.forget()
+        self.missed.forget(event.launch_id)
         if line is not None:
             self._new_lineage = True
             effects.append(fx.CreateLineage(line))

@@ -140,6 +140,17 @@ def stale(event: ev.MemberOpened, newest: int) -> StaleEpoch:
     )
 
 
+def other_view(node: str, its: str, ours: str) -> StorageError:
+    """The node does not see what the controller writes, or the other way round."""
+    return StorageError(
+        f"The store {its} of node {node} is not the store {ours} of the job's controller, although "
+        "both have the same id: a file that one of them made is not there, or differs, for the "
+        "other. One store is a copy, or another file system is mounted there; let all nodes use "
+        "the same file system, then save again.",
+        path=its,
+    )
+
+
 def _origin(event: ev.MemberOpened) -> str:
     if event.begin_after is not None:
         return f"goes on after epoch {event.begin_after} (rewind_to)"

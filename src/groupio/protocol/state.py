@@ -151,6 +151,11 @@ class GroupState(ABC):
         return self.phase is Phase.QUEUED or self.ready or self.unpublished
 
     @property
+    def unproved(self) -> bool:
+        """Some living node of the group has still to prove that it sees the controller's store."""
+        return not self.table.unproved.isdisjoint(self.admission.orders)
+
+    @property
     def doomed(self) -> bool:
         """The group was given up; its attempt will be decided abort."""
         return self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING)

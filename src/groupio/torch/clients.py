@@ -20,6 +20,7 @@ from groupio.client.client import connected as connect_now
 from groupio.client.client import unconnected
 from groupio.client.handle import SaveHandle
 from groupio.client.lineage import Origin
+from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput, LateMember
 from groupio.model import DecisionKey
@@ -78,7 +79,11 @@ def client_for(
         entry = _clients.pop(key, None)
         if entry is None:
             client = unconnected(
-                place.where, rank=place.rank, world_size=place.world_size, launch_id=key.launch_id
+                place.where,
+                job=store.job if isinstance(store, PartStore) else None,
+                rank=place.rank,
+                world_size=place.world_size,
+                launch_id=key.launch_id,
             )
             entry = _Entry((connect_now if connected else connect_ahead)(client))
         entry.has_saved |= saves

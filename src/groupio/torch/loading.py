@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +20,13 @@ from groupio.client.chunk_reader import read_chunks
 from groupio.client.collection import collection_paused
 from groupio.client.foreground import set_aside
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import (
+    as_parts,
+    check_parts,
+    nothing_in_all,
+    part_store,
+    steps_in_all,
+)
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import (
@@ -36,13 +44,13 @@ from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import DecisionKey
-from groupio.torch.clients import check_store, client_for
+from groupio.torch.clients import check_store, client_for, note_loaded
 from groupio.torch.collective_read import CollectiveRead
 from groupio.torch.converted import ConvertedNotes, adopt
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
-from groupio.torch.report import LoadReport, SkippedEpoch
+from groupio.torch.report import LoadReport, SkippedEpoch, joined
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
 
@@ -58,6 +66,9 @@ READ_S = 1800.0
 APPEAR_S = 60.0
 """A network file system may show a manifest to this node so much later than to rank 0's."""
 
+PARTS_TRIES = 16
+"""With ``fallback`` so many steps are tried that are committed in all parts."""
+
 _DAMAGE = (IntegrityError, FormatError)
 
 
@@ -69,6 +80,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     fallback: bool = False,
+    parts: Sequence[str | None] | None = None,
 ) -> LoadReport:
     """Fill ``state_dict`` with epoch ``step`` of ``store``, whatever mesh and world saved it.
 
@@ -87,6 +99,8 @@ def load(
     reported (shapes and dtypes must match always). Missing is what no rank saved; unexpected is
     what this rank saved and does not load, after a change of world size what no rank loads.
     ``fallback``: a damaged epoch is passed over for the newest intact one before it, on all ranks.
+    ``parts``: ``state_dict`` has a state dict for each of these parts (None: the unnamed one); all
+    are filled, one after the other, from the newest step that is committed in all of them.
 
     Raises on all ranks what went wrong on any: StateMismatch, NotFound, IntegrityError (after
     which the tensors have undefined content), StorageError, GroupTimeout naming ranks that did
@@ -94,6 +108,16 @@ def load(
     dicts from ``torch.distributed.checkpoint.state_dict.get_state_dict`` and hand them back with
     ``set_state_dict``.
     """
+    if parts is not None:
+        return _load_parts(
+            state_dict,
+            store,
+            step,
+            parts,
+            process_group=process_group,
+            strict=strict,
+            fallback=fallback,
+        )
     members = find_members(process_group)
     asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
     with collection_paused(), set_aside():
@@ -118,7 +142,7 @@ def _requested(
         return error
 
 
-def _meet(members: Members, request: _Request | GroupIOError) -> Council:
+def _meet(members: Members, request: object) -> Council:
     """Meet the others; a rank whose own call is wrong does not wait long to tell them so."""
     if not isinstance(request, GroupIOError):
         return Council.meet(members, AGREE_S, "load")
@@ -126,6 +150,71 @@ def _meet(members: Members, request: _Request | GroupIOError) -> Council:
         return Council.meet(members, min(TELL_S, AGREE_S), "load")
     except GroupTimeout:
         raise request from None
+
+
+def _load_parts(
+    state_dict: dict[Any, Any],
+    store: str | os.PathLike[str],
+    step: int | str,
+    parts: Sequence[str | None],
+    *,
+    process_group: dist.ProcessGroup | None,
+    strict: bool,
+    fallback: bool,
+) -> LoadReport:
+    """Load each part from the newest step that rank 0 finds committed, and all find intact."""
+    stores: dict[str | None, Any] = {}
+    mine: dict[str, Any] | GroupIOError
+    try:
+        wanted, step = check_parts(parts), _checked_step(step)
+        as_parts(state_dict, wanted, "state_dict")
+        stores = {part: part_store(store, part) for part in wanted}
+        mine = {"step": step, "parts": list(wanted), "fallback": fallback}
+    except GroupIOError as error:
+        mine = error
+    council = _meet(find_members(process_group), mine)
+    members = council.members
+
+    def choose(opinions: list[dict[str, Any]]) -> dict[str, Any]:
+        _check_alike(opinions)
+        clients = {p: client_for(s, members, connected=False) for p, s in stores.items()}
+        if step == "latest":
+            for client in clients.values():
+                client._settle(time.monotonic() + AGREE_S)
+        places = {part: client.store for part, client in clients.items()}
+        found = steps_in_all(places, step, None, older=fallback)
+        steps = list(islice(found, PARTS_TRIES if fallback else 1))
+        if not steps:
+            raise nothing_in_all(os.fspath(store), list(places))
+        return {"steps": steps}
+
+    steps = council.decide(mine, choose)["steps"]
+    skipped: list[SkippedEpoch] = []
+    for number in steps:
+        try:
+            reports = [
+                (
+                    part,
+                    load(
+                        state_dict[part],
+                        one,
+                        step=number,
+                        process_group=process_group,
+                        strict=strict,
+                    ),
+                )
+                for part, one in stores.items()
+            ]
+        except _DAMAGE as error:
+            if number == steps[-1]:
+                raise
+            skipped.append(SkippedEpoch(number, error.message))
+            continue
+        if number != step:
+            for one in stores.values():
+                note_loaded(one, members, None)
+        return joined(number, reports, skipped)
+    raise AssertionError("no step was tried")
 
 
 def _load(
@@ -383,12 +472,7 @@ class _Chooser:
     def first(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """The epoch to begin with; InvalidInput when the members ask for different things."""
         asked = [opinion["asked"] for opinion in opinions]
-        for rank, one in enumerate(asked):
-            if one != asked[0]:
-                raise InvalidInput(
-                    f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
-                    "load with the same arguments on all ranks"
-                )
+        _check_alike(asked)
         self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
@@ -475,6 +559,15 @@ def _appeared(reader: StoreReader, key: DecisionKey) -> ManifestReader:
 
 def _checked_step(step: int | str) -> int | str:
     return step if step == "latest" else check_epoch(step, "step")
+
+
+def _check_alike(asked: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(asked):
+        if one != asked[0]:
+            raise InvalidInput(
+                f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
+                "load with the same arguments on all ranks"
+            )
 
 
 def _words(opinion: Mapping[str, Any]) -> str:

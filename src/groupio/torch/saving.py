@@ -14,6 +14,7 @@ import torch.distributed as dist
 from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.client.values import Part
 from groupio.errors import (
     GroupAborted,
@@ -48,6 +49,7 @@ def save(
     verify_replicas: str = "full",
     rewind_to: int | None = None,
     on_error: str = "log",
+    part: str | None = None,
     dcp_door: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
@@ -68,23 +70,22 @@ def save(
     byte is compared. With "off" the holders divide tensors of 1 MiB and more evenly among each
     other: less memory and hashing, but each part is stored as its one giver has it, and replicas
     that drifted apart are mixed without notice. "sampled" does the same and compares some of
-    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and
-    any other in the long run. With both, all holders have to save the same tensors, else the handle
-    has InvalidInput.
+    their chunks (a sixteenth, others in every step): it finds a drift that is everywhere, and any
+    other in the long run. With both, all holders have to save the same tensors, else InvalidInput.
+
     With ``dcp_door`` torch reads the epoch without groupio: ``torch.distributed.checkpoint.load(
     state_dict, checkpoint_id=f"{store}/dcp/{step}")``. That directory, the door, is published
     after the commit and holds references to the store, not the bytes; ``handle.wait("durable")``
-    waits for it too, at most a minute. It is no part of DURABLE: when it cannot be made,
-    ``handle.times.notes`` says why, and ``groupio export --dcp`` makes it later.
+    waits for it too, at most a minute. Where it cannot be made ``handle.times.notes`` says why.
 
     After the :func:`load` of an older ``step`` a first save that is not newer than the latest epoch
     begins a new lineage there and abandons later epochs, once all other incarnations have ended.
     ``rewind_to=L`` begins one after epoch L in any case, unless the present one began there.
-
     ``on_error`` says what to do about failures of earlier saves that were not read: "log", "warn"
     (a RuntimeWarning), or "raise": it raises the first of them, the same on all ranks, and saves
     nothing. All ranks give "raise"; GroupTimeout names those that do not come in ``deadline_s``.
 
+    ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
     _check_options(dcp_door, on_error)
@@ -92,7 +93,7 @@ def save(
     sharing = Sharing(check_verify(verify_replicas), members, check_epoch(step, "step"), replicated)
     return _save(
         _Items(state_dict, sharing),
-        store,
+        part_store(store, part),
         members,
         on_error,
         epoch=step,
@@ -115,7 +116,7 @@ def _check_options(dcp_door: object, on_error: object) -> None:
 
 def _save(
     items: _Items,
-    store: str | os.PathLike[str],
+    store: Any,
     members: Members,
     on_error: str,
     *,

@@ -27,6 +27,7 @@ GUARDS = (
     "arena fence",
     "fingerprint check",
     "deadline",
+    "store proof",
 )
 """The guards that can be removed."""
 

@@ -95,6 +95,8 @@ class Sim:
         """Somebody has opened the store to write: it exists."""
         self.violation: Violated | None = None
         self.trouble = Trouble(self)
+        self.marks = count(1)
+        """Numbers of marks in the store: none comes twice."""
         self._names = count(1)
         self._pids = count(1000)
         self._groups = count(1)
@@ -134,6 +136,7 @@ class Sim:
             epochs_in_flight=at_once,
             node=node.name,
             resumes=True,
+            proves="store proof" not in self.guards,
             numbers=count(term * GROUPS_OF_A_TERM),
         )
 

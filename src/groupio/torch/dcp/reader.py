@@ -29,6 +29,7 @@ from groupio.client.address import store_address
 from groupio.client.collection import collection_paused
 from groupio.client.parts import Catalogue, Saved
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import part_store
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import GroupIOError, InvalidInput
@@ -107,6 +108,8 @@ class GroupStorageReader(FileSystemReader):
     StorageError. ``dcp.load`` reports it on all ranks as ``CheckpointException``, which is no
     ``Exception``, with the typed errors in its ``failures[rank][0]``.
 
+    With ``part`` what is loaded is that part, as ``GroupStorageWriter(store, part=...)`` saved it.
+
     ``process_group`` says which rank this process is (default: of the world of torch.distributed,
     else of the launcher), also for a load with ``no_dist=True``. ``fetch`` replaces the function
     that reads chunks; it is called once for each load, on every rank, which then reads by itself.
@@ -121,9 +124,10 @@ class GroupStorageReader(FileSystemReader):
         *,
         process_group: dist.ProcessGroup | None = None,
         fetch: Fetch | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
         super().__init__(self._store)
         self._process_group = process_group
         self._fetch = fetch

@@ -20,6 +20,7 @@ from torch.futures import Future
 from groupio.client.address import store_address
 from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.format.structure import RESERVED
 from groupio.protocol.members import FormedLaunch
@@ -101,6 +102,9 @@ class GroupStorageWriter(FileSystemWriter):
     ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
     a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
 
+    With ``part`` what is saved is a part of the step, in ``<store>/parts/<part>`` an epoch by
+    itself: so model and optimizer can be saved in two calls under one ``checkpoint_id``.
+
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
     pass them on before the copy, and to ``dcp.save`` where the planner caches its plans. Saves may
     overlap if each has a process group of its own: torch runs its collectives in the background,
@@ -117,9 +121,10 @@ class GroupStorageWriter(FileSystemWriter):
         no_dist: bool = False,
         deadline_s: float = 600.0,
         rewind_to: int | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
         super().__init__(self._store)
         self._process_group = process_group
         self._no_dist = no_dist
