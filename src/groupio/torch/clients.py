@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import groupio
-from groupio.client.address import refuse_checkpoint
+from groupio.client.address import refuse_checkpoint, store_address
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
 from groupio.client.client import connected as connect_now
@@ -22,7 +22,7 @@ from groupio.client.handle import SaveHandle
 from groupio.client.lineage import Origin
 from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
-from groupio.errors import InvalidInput, LateMember
+from groupio.errors import LateMember
 from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members, is_living, leave
@@ -73,7 +73,7 @@ def client_for(
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
     place = _place(store, members)
-    refuse_checkpoint(place.where.removeprefix("file://"))
+    refuse_checkpoint(place.where)
     key = _Key(place, members.launch_id)
     with _lock:
         entry = _clients.pop(key, None)
@@ -135,7 +135,7 @@ def save_as(store: Any, members: Members, items: Mapping[str, Any], **how: Any) 
 
 def check_store(store: Any) -> None:
     """InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind."""
-    refuse_checkpoint(_where(store).removeprefix("file://"))
+    refuse_checkpoint(_where(store))
 
 
 def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> None:
@@ -158,9 +158,9 @@ def _place(store: Any, members: Members) -> _Place:
 
 
 def _where(store: Any) -> str:
-    text = store if isinstance(store, str) else _text(store)
-    # A relative path means another store after a change of directory.
-    return text if "://" in text else os.path.abspath(text)
+    # A call means what its path leads to now, from this directory and through links, whether it
+    # saves or loads.
+    return os.path.realpath(store_address(store))
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -174,18 +174,6 @@ def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
         return [entry.client for key, entry in _clients.items() if key.place.pid == os.getpid()]
-
-
-def _text(store: Any) -> str:
-    try:
-        text = os.fspath(store)
-    except TypeError:
-        text = None
-    if not isinstance(text, str):
-        raise InvalidInput(
-            f"the store is of type {type(store).__name__}; give a path or a file:// URL"
-        )
-    return text
 
 
 def close() -> None:

@@ -125,6 +125,7 @@ class GroupStorageWriter(FileSystemWriter):
     ) -> None:
         """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
         self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._no_dist = no_dist
@@ -229,7 +230,7 @@ class GroupStorageWriter(FileSystemWriter):
     def _save_staged(self, items: Mapping[str, Any], epoch: int) -> SaveHandle:
         members = met(self._find_members(), self._deadline_s, "save")
         return save_as(
-            self._store,
+            self._path,
             members,
             items,
             epoch=epoch,
@@ -279,7 +280,7 @@ class GroupStorageWriter(FileSystemWriter):
                 members = step.members or self._find_members()
                 if members.launch_id is not None or members.group is None:
                     # From here on the others hear of it when this process ends before its save.
-                    client_for(self._store, members)
+                    client_for(self._path, members)
             else:
                 self._wait_staged(step.staging, plan)
         except GroupIOError as failed:
@@ -357,7 +358,7 @@ class GroupStorageWriter(FileSystemWriter):
 
     def _save(self, step: _Step, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
         return save_as(
-            self._store,
+            self._path,
             step.members or self._place(step, plan.storage_data),
             Lazy(lambda: plan_items(plan, planner)),
             epoch=step.epoch,
