@@ -38,6 +38,7 @@ from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
     from groupio.client.outgoing import Outgoing, Packer
+    from groupio.client.store_reader import StoreReader
 
 log = logging.getLogger("groupio.client")
 
@@ -125,6 +126,8 @@ class Client:
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
+        self._path = os.path.realpath(path)
+        self._store_id = ""
         """The absolute path of the store."""
         self.job = job
         self.rank, self.world_size = place
@@ -223,7 +226,7 @@ class Client:
         from groupio.client.store_parts import PartStore, part_store
 
         self._check_usable("use a part")
-        path = part_store(self.store, part)
+        path = part_store(self._path, part)
         assert isinstance(path, PartStore)
         with self._connecting:
             if part not in self._parts:
@@ -402,10 +405,9 @@ class Client:
         if wanted == "latest":
             self._settle(deadline)
         from groupio.client.loading import Request, load_items
-        from groupio.client.store_reader import StoreReader
 
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
-        with StoreReader.open(self.store) as reader:
+        with self._open_reader() as reader:
             return load_items(
                 reader,
                 request,
@@ -417,7 +419,7 @@ class Client:
 
     def _settle(self, deadline: float) -> None:
         """Wait until what earlier incarnations staged is decided, if an agent can be asked."""
-        if not os.path.isdir(self.store):
+        if not os.path.isdir(self._path):
             return
         reason = "no agent could be asked"
         for _ in range(_SETTLE_TRIES):
@@ -460,9 +462,12 @@ class Client:
         from groupio.client.store_reader import StoreReader
 
         self.damaged_epochs, listed = [], []
-        for part in (None, *parts_in(self.store)):
+        for part in (None, *parts_in(self._path)):
             try:
-                reader = StoreReader.open(part_store(self.store, part))
+                if part is None:
+                    reader = self._open_reader()
+                else:
+                    reader = StoreReader.open(part_store(self._path, part))
             except NotFound:
                 continue
             with reader:
@@ -544,7 +549,9 @@ class Client:
             if self._connections and self._connections[-1].is_usable:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
-            connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
+            connection = Connection.open(
+                self.settings, self._hello, limit, self._again.lost, self._note_store
+            )
             self._connections.append(connection)
             living.add(self)
             self._intervals.greet(connection)
@@ -559,7 +566,7 @@ class Client:
             pid=os.getpid(),
             rank=self.rank,
             world_size=self.world_size,
-            store=self.store,
+            store=self._path,
             job=self.job,
             rewind_to=self._rewind_to,
             launch_id=self._launch_id,
@@ -571,7 +578,33 @@ class Client:
             hosts=self._where.is_here,
             gave_up=self._again.epochs,
             has_saved=self._has_saved,
+            store_id=self._store_id,
         )
+
+    def _note_store(self, store_id: str) -> None:
+        """This is the store (hex) that the client uses, unless it has used one already."""
+        self._store_id = self._store_id or store_id
+
+    def _open_reader(self) -> StoreReader:
+        """The store to read from, which is the one that this client has used before.
+
+        NotFound when there is none, StorageError when it is gone or another one is in its place.
+        """
+        from groupio.client.store_reader import StoreReader
+        from groupio.protocol import reasons
+
+        try:
+            reader = StoreReader.open(self._path)
+        except NotFound as error:
+            if self._store_id:
+                raise reasons.store_gone(self._path) from error
+            raise
+        now = reader.backend.store_record().store_id
+        self._note_store(now)
+        if now != self._store_id:
+            reader.close()
+            raise reasons.other_store(self._path, now, self._store_id)
+        return reader
 
     def _check_usable(self, what: str) -> None:
         if os.getpid() != self._pid:

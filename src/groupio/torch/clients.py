@@ -11,13 +11,12 @@ import threading
 from typing import Any
 
 import groupio
-from groupio.client.address import refuse_checkpoint
+from groupio.client.address import refuse_checkpoint, store_address
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
 from groupio.client.lineage import Origin
 from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
-from groupio.errors import InvalidInput
 from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members
@@ -46,7 +45,7 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
     key = _key(store, members)
-    refuse_checkpoint(key[0].removeprefix("file://"))
+    refuse_checkpoint(key[0])
     with _lock:
         client = _clients.pop(key, None)
         if client is None:
@@ -94,9 +93,9 @@ def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> Non
 
 
 def _key(store: Any, members: Members) -> _Key:
-    text = store if isinstance(store, str) else _text(store)
-    # A relative path means another store after a change of directory.
-    where = text if "://" in text else os.path.abspath(text)
+    # A call means what its path leads to now, from this directory and through links, whether it
+    # saves or loads.
+    where = os.path.realpath(store_address(store))
     return where, members.rank, members.world_size, os.getpid()
 
 
@@ -111,18 +110,6 @@ def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
         return [client for key, client in _clients.items() if key[3] == os.getpid()]
-
-
-def _text(store: Any) -> str:
-    try:
-        text = os.fspath(store)
-    except TypeError:
-        text = None
-    if not isinstance(text, str):
-        raise InvalidInput(
-            f"the store is of type {type(store).__name__}; give a path or a file:// URL"
-        )
-    return text
 
 
 def close() -> None:

@@ -52,6 +52,7 @@ from groupio.torch.members import Council, Members, find_members
 from groupio.torch.report import LoadReport, SkippedEpoch, joined
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
+from groupio.torch.tensors import check_no_fake_mode
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
@@ -104,6 +105,7 @@ def load(
     dicts from ``torch.distributed.checkpoint.state_dict.get_state_dict`` and hand them back with
     ``set_state_dict``.
     """
+    check_no_fake_mode("groupio.torch.load")
     if parts is not None:
         return _load_parts(
             state_dict,
@@ -287,7 +289,7 @@ class _Load:
     def reader(self) -> StoreReader:
         """The store, open until the end of the load."""
         if self._reader is None:
-            self._reader = StoreReader.open(self.client.store)
+            self._reader = self.client._open_reader()
         return self._reader
 
     def read_by(self, grouped: CollectiveRead) -> None:

@@ -22,7 +22,14 @@ from groupio.torch.converted import ConvertedNotes
 from groupio.torch.members import Council, Members, find_members
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
-from groupio.torch.tensors import PLAIN_TENSORS, Placed, all_plain, local_part, plain_part
+from groupio.torch.tensors import (
+    PLAIN_TENSORS,
+    Placed,
+    all_plain,
+    check_no_fake_mode,
+    local_part,
+    plain_part,
+)
 
 ON_ERROR = ("log", "warn", "raise")
 
@@ -192,6 +199,7 @@ def items_of(
     Their names are DCP's FQNs; tensors are not copied. ``sharing`` leaves out of replicas what
     other ranks hand over. ``notes`` gets the containers that will come back as others.
     """
+    check_no_fake_mode("groupio.torch.save")
     converted = ConvertedNotes()
     # Who divides tensors has to see them as parts.
     direct = PLAIN_TENSORS if sharing is None or sharing.verify == "full" else ()

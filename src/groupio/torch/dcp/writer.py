@@ -121,6 +121,7 @@ class GroupStorageWriter(FileSystemWriter):
     ) -> None:
         """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
         self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._no_dist = no_dist
@@ -223,7 +224,7 @@ class GroupStorageWriter(FileSystemWriter):
             staging.copy(self._staging_client, self._deadline_s, self._rewind_to)
 
     def _staging_client(self) -> groupio.Client:
-        return client_for(self._store, self._find_members())
+        return client_for(self._path, self._find_members())
 
     def _find_members(self) -> Members:
         return Members(0, 1) if self._no_dist else find_members(self._process_group)
@@ -260,7 +261,7 @@ class GroupStorageWriter(FileSystemWriter):
             if step.staging is None:
                 check_names(item.index.fqn for item in plan.items)
                 # From here on the others hear of it when this process ends before its save.
-                client_for(self._store, step.members or self._find_members())
+                client_for(self._path, step.members or self._find_members())
             else:
                 self._wait_staged(step.staging, plan)
         except GroupIOError as failed:
@@ -337,7 +338,7 @@ class GroupStorageWriter(FileSystemWriter):
     def _save(self, step: _Step, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
         ticket: _Ticket = plan.storage_data
         members = step.members or Members(ticket.rank, ticket.world_size)
-        return client_for(self._store, members)._save(
+        return client_for(self._path, members)._save(
             Lazy(lambda: plan_items(plan, planner)),
             epoch=step.epoch,
             deadline_s=self._deadline_s,
