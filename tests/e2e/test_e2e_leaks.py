@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -37,11 +38,22 @@ def anonymous_kib(pid: int) -> int:
 
 
 def settle(node: Any) -> int:
-    """The agent's process, once it has no client and no store."""
+    """The agent's process, once it has no client and no store, and has closed the last one."""
     node.until(lambda s: not s["jobs"] and not s["clients"])
     pid: int | None = node.agent_pid()
     assert pid is not None
+    assert becomes(lambda: in_stores(node, pid), 0) == 0
     return pid
+
+
+def in_stores(node: Any, pid: int) -> int:
+    """Descriptors that lead into stores, which all tests have beside the runtime directory."""
+    count, runtime = 0, str(node.paths.directory)
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            link = os.readlink(f"/proc/{pid}/fd/{number}")
+            count += link.startswith(os.path.dirname(runtime)) and not link.startswith(runtime)
+    return count
 
 
 def becomes(count: Callable[[], int], expected: int) -> int:
@@ -148,6 +160,8 @@ def test_ten_thousand_clients_leave_nothing(
 ) -> None:
     node = make_node(idle_s="60")
     rank = node.start(0)
+    rank.ask("cycles", store=str(tmp_path / "of1-"), count=1, first=0, **ONE)
+    fresh = descriptors(settle(node))
     said: list[int] = []
     seen: list[tuple[int, int, int, int]] = []
     for upto in (100, 1_000, 10_000):
@@ -165,8 +179,7 @@ def test_ten_thousand_clients_leave_nothing(
                 **ONE,
             ).answer(1800)
         agent = settle(node)
-        if seen:
-            await_descriptors(agent, seen[0][0])
+        await_descriptors(agent, fresh)
         said.append(upto)
         seen.append(sizes(node, rank))
         with capsys.disabled():
@@ -176,6 +189,6 @@ def test_ten_thousand_clients_leave_nothing(
                 f"rank {rank_fds} descriptors, {rank_anon} KiB"
             )
     assert settle(node) == agent
-    assert seen[0][0] == seen[1][0] == seen[2][0]
+    assert [one[0] for one in seen] == [fresh] * 3
     assert seen[0][2] == seen[1][2] == seen[2][2]
     assert max(seen[2][1] - seen[1][1], seen[2][3] - seen[1][3]) < SLACK_KIB

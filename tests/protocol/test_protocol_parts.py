@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import typing
 from itertools import pairwise
 from typing import Any
@@ -236,3 +237,15 @@ def test_of_stale_saves_the_oldest_epochs_are_forgotten() -> None:
 
     assert answers(1, 2)
     assert not answers(0, 3)
+
+
+def test_a_path_without_its_store_is_an_error_that_says_what_to_do() -> None:
+    gone = reasons.store_gone("/store")
+    assert (gone.path, gone.errno) == ("/store", errno.ENOENT)
+    assert not reasons.is_away(gone)
+    other = reasons.other_store("/store", "a" * 32, "b" * 32)
+    assert reasons.is_away(other)
+    assert not reasons.may_return(other)
+    for error in (gone, other):
+        assert error.message.startswith(("the store that was at /store", "/store leads to"))
+        assert "connect again" in error.message

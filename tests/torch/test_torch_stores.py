@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import groupio.torch as gt
 from groupio.torch import clients
+from groupio.torch.members import find_members
 from open_files import open_files
 
 
@@ -43,3 +46,32 @@ def test_a_client_with_a_save_under_way_is_not_let_go(tmp_path: Path) -> None:
     for handle in handles:
         handle.wait("durable", 60)
     gt.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_path_that_is_re_pointed_means_another_store_to_save_and_load_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "a")
+    gt.save(state(1), str(link), step=1).wait("durable", 60)
+    writer, reader = gt.GroupStorageWriter(str(link)), gt.GroupStorageReader(str(link))
+    link.unlink()
+    link.symlink_to(tmp_path / "b")
+    gt.save(state(2), str(link), step=2).wait("durable", 60)
+    found = state(-1)
+    assert gt.load(found, str(link)).step == 2
+    assert gt.load(found, str(tmp_path / "a")).step == 1
+    # An object stays with what it was made for, also when the directory changes.
+    monkeypatch.chdir(tmp_path / "b")
+    relative = gt.GroupStorageReader("../a")
+    monkeypatch.chdir(tmp_path)
+    dcp.save(state(3), storage_writer=writer, checkpoint_id="3")
+    for one in (reader, relative):
+        dcp.load(found, storage_reader=one, checkpoint_id="3")
+        assert torch.equal(found["x"], state(3)["x"])
+    # The same store by two names has one client.
+    one, two = (clients.client_for(p, find_members(None)) for p in (str(link), tmp_path / "b"))
+    assert one is two

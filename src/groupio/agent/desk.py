@@ -265,6 +265,7 @@ class Desk:
                 first_arrival=effect.first_arrival,
                 last_arrival=effect.last_arrival,
                 notes=effect.notes + self._notes(peer, effect.level),
+                store_id="" if peer.job is None else peer.job.store.store_id,
             ),
         )
 

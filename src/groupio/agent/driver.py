@@ -42,6 +42,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
 from groupio.protocol import reading_messages as rm
+from groupio.protocol import reasons
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
 from groupio.seldom import REFUSED_LOG_S, Seldom
@@ -432,7 +433,8 @@ class Driver:
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
-            store = JobStore(path, name, self.node, self.writer, hello.file_mode, hello.umask)
+            modes = (hello.file_mode, hello.umask)
+            store = JobStore(path, name, self.node, self.writer, *modes, expected=hello.store_id)
             job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
@@ -443,6 +445,11 @@ class Driver:
                 job.joining = Joining(self, job, where)
                 self.machine.keeps_content = True
             self.jobs[path] = job
+        elif hello.store_id:
+            known = job.store.store_id or job.store.expected
+            if known not in ("", hello.store_id):
+                raise reasons.other_store(path, known, hello.store_id)
+            job.store.expected = hello.store_id
         return job
 
     def join_network(self) -> Network:

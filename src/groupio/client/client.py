@@ -38,6 +38,7 @@ from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
     from groupio.client.outgoing import Outgoing, Packer
+    from groupio.client.store_reader import StoreReader
 
 log = logging.getLogger("groupio.client")
 
@@ -67,7 +68,11 @@ def connect(
 
     InvalidInput for a wrong argument, StorageError (ENOTDIR) when the store is a file.
     """
-    client = unconnected(store, job, rank, world_size, controller, rewind_to, settings)
+    return connected(unconnected(store, job, rank, world_size, controller, rewind_to, settings))
+
+
+def connected(client: Client) -> Client:
+    """``client``, after a try to connect it; InvalidInput when the agent refuses its arguments."""
     try:
         client._connected()
     except InvalidInput:
@@ -86,8 +91,12 @@ def unconnected(
     controller: str | None = None,
     rewind_to: int | None = None,
     settings: Settings | None = None,
+    launch_id: str | None = None,
 ) -> Client:
-    """As :func:`connect`, but the connection is made by the first call that needs it."""
+    """As :func:`connect`, but the connection is made by the first call that needs it.
+
+    ``launch_id`` is what all ranks agreed on, where they did.
+    """
     chosen = Settings.from_env() if settings is None else settings
     if not isinstance(chosen, Settings):
         raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
@@ -102,8 +111,9 @@ def unconnected(
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
     # Variables of a launcher say nothing of ranks that were numbered by hand.
-    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
-    return Client(path, name, place, rewind, chosen, where, launched)
+    if launch_id is None and rank is None and world_size is None:
+        launch_id = launch.launch_id(os.environ)
+    return Client(path, name, place, rewind, chosen, where, launch_id)
 
 
 class Client:
@@ -125,6 +135,8 @@ class Client:
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
+        self._path = os.path.realpath(path)
+        self._store_id = ""
         """The absolute path of the store."""
         self.job = job
         self.rank, self.world_size = place
@@ -223,7 +235,7 @@ class Client:
         from groupio.client.store_parts import PartStore, part_store
 
         self._check_usable("use a part")
-        path = part_store(self.store, part)
+        path = part_store(self._path, part)
         assert isinstance(path, PartStore)
         with self._connecting:
             if part not in self._parts:
@@ -245,6 +257,7 @@ class Client:
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
         door: str = "",
+        called_at: float | None = None,
         rewind_to: int | None = None,
         side: str = "core",
     ) -> SaveHandle:
@@ -252,7 +265,7 @@ class Client:
 
         ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
         """
-        called_at = time.monotonic()
+        called_at = called_at or time.monotonic()
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
         after = arguments.check_rewind(rewind_to, step)
@@ -323,6 +336,20 @@ class Client:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
         save.run(opened, outgoing.prepared, outgoing.layout)
+
+    def _failed(self, epoch: int, called_at: float, error: GroupIOError) -> SaveHandle:
+        """The handle of a save that failed before it could be begun."""
+        handle = SaveHandle(
+            arguments.check_epoch(epoch),
+            called_at,
+            self.settings.replicas,
+            one_node=self._where.kind is Kind.LOCAL,
+            failures=self._failures,
+        )
+        handle._add_notes(self._failures.report())
+        self._failures.began(epoch)
+        handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
+        return handle
 
     def _end_rewind(self, handle: SaveHandle) -> None:
         if handle.outcome is Outcome.COMMITTED:
@@ -402,10 +429,9 @@ class Client:
         if wanted == "latest":
             self._settle(deadline)
         from groupio.client.loading import Request, load_items
-        from groupio.client.store_reader import StoreReader
 
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
-        with StoreReader.open(self.store) as reader:
+        with self._open_reader() as reader:
             return load_items(
                 reader,
                 request,
@@ -417,7 +443,7 @@ class Client:
 
     def _settle(self, deadline: float) -> None:
         """Wait until what earlier incarnations staged is decided, if an agent can be asked."""
-        if not os.path.isdir(self.store):
+        if not os.path.isdir(self._path):
             return
         reason = "no agent could be asked"
         for _ in range(_SETTLE_TRIES):
@@ -460,9 +486,12 @@ class Client:
         from groupio.client.store_reader import StoreReader
 
         self.damaged_epochs, listed = [], []
-        for part in (None, *parts_in(self.store)):
+        for part in (None, *parts_in(self._path)):
             try:
-                reader = StoreReader.open(part_store(self.store, part))
+                if part is None:
+                    reader = self._open_reader()
+                else:
+                    reader = StoreReader.open(part_store(self._path, part))
             except NotFound:
                 continue
             with reader:
@@ -544,7 +573,9 @@ class Client:
             if self._connections and self._connections[-1].is_usable:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
-            connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
+            connection = Connection.open(
+                self.settings, self._hello, limit, self._again.lost, self._note_store
+            )
             self._connections.append(connection)
             living.add(self)
             self._intervals.greet(connection)
@@ -559,7 +590,7 @@ class Client:
             pid=os.getpid(),
             rank=self.rank,
             world_size=self.world_size,
-            store=self.store,
+            store=self._path,
             job=self.job,
             rewind_to=self._rewind_to,
             launch_id=self._launch_id,
@@ -571,7 +602,33 @@ class Client:
             hosts=self._where.is_here,
             gave_up=self._again.epochs,
             has_saved=self._has_saved,
+            store_id=self._store_id,
         )
+
+    def _note_store(self, store_id: str) -> None:
+        """This is the store (hex) that the client uses, unless it has used one already."""
+        self._store_id = self._store_id or store_id
+
+    def _open_reader(self) -> StoreReader:
+        """The store to read from, which is the one that this client has used before.
+
+        NotFound when there is none, StorageError when it is gone or another one is in its place.
+        """
+        from groupio.client.store_reader import StoreReader
+        from groupio.protocol import reasons
+
+        try:
+            reader = StoreReader.open(self._path)
+        except NotFound as error:
+            if self._store_id:
+                raise reasons.store_gone(self._path) from error
+            raise
+        now = reader.backend.store_record().store_id
+        self._note_store(now)
+        if now != self._store_id:
+            reader.close()
+            raise reasons.other_store(self._path, now, self._store_id)
+        return reader
 
     def _check_usable(self, what: str) -> None:
         if os.getpid() != self._pid:

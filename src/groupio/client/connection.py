@@ -50,8 +50,10 @@ class Connection:
         channel: wire.Channel,
         welcome: msg.Welcome,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
+        on_store: Callable[[str], None] = lambda store_id: None,
     ) -> None:
         self.welcome = welcome
+        self._on_store = on_store
         self._on_lost = on_lost
         self._channel = channel
         self._lock = threading.Lock()
@@ -71,11 +73,13 @@ class Connection:
         hello: Callable[[], msg.Hello],
         timeout_s: float,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
+        on_store: Callable[[str], None] = lambda store_id: None,
     ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
         ``on_lost`` is told of epochs that this agent will not save for this member, before their
         handles are: their calls had not returned, so that other members may not have called yet.
+        ``on_store`` is told of the store that saves go to.
         AgentLost when there is none to be had; the agent's own typed error when it refuses.
         """
         deadline = time.monotonic() + timeout_s
@@ -97,7 +101,7 @@ class Connection:
             raise _unreachable(settings, f"answered with {type(answer).__name__}")
         for note in answer.notes:
             log.info("%s", note)
-        connection = cls(channel, answer, on_lost)
+        connection = cls(channel, answer, on_lost, on_store)
         try:
             start_some([connection._thread])
         except GroupIOError as error:
@@ -279,6 +283,8 @@ class Connection:
 
     def _on_reached(self, reached: msg.Reached) -> None:
         level = Level(reached.level)
+        if reached.store_id:
+            self._on_store(reached.store_id)
         with self._lock:
             save = self._saves.get(reached.save_id)
             if level is Level.DURABLE and save is not None and not save.handle._awaits_door():

@@ -301,7 +301,7 @@ class Host:
                 )
             case fx.PrepareEpoch(group=group):
                 see = partial(self.around.see, group)
-                paths = {node: line.hello.store for node, line in self.lines.by_node.items()}
+                paths = dict(self.lines.paths)
                 view = self._view if self.term else None
                 return (
                     lambda: ev.Prepared(group, self.store.prepare(effect, see, paths, view)),

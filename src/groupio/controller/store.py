@@ -48,6 +48,7 @@ from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
+from groupio.protocol import reasons
 from groupio.protocol.reasons import is_away
 from groupio.store.catalogue import RECENT, read_decisions, write_catalogue
 
@@ -127,6 +128,8 @@ class JobStore:
     umask: int | None = None
     """Of the client that the store was opened for; None: of this process."""
     io_mode: str = ""
+    expected: str = ""
+    """The id (hex) of the store that must be at the path; "" where any will do."""
     indexes: bool = True
     """Whether saves go through this object: only they use what is known of older epochs."""
     store_id: str = ""
@@ -157,7 +160,15 @@ class JobStore:
     def for_controller(self) -> JobStore:
         """The same store anew, for a controller through which nobody saves."""
         modes = (self.file_mode, self.umask)
-        return JobStore(self.path, self.job, self.node, self.writer, *modes, indexes=False)
+        return JobStore(
+            self.path,
+            self.job,
+            self.node,
+            self.writer,
+            *modes,
+            expected=self.expected,
+            indexes=False,
+        )
 
     @property
     def backend(self) -> PosixBackend:
@@ -232,6 +243,8 @@ class JobStore:
         """Open the store if it is not; nothing stays open of one that was never seen."""
         first = self._backend is None
         if self._backend is None:
+            if self.expected:
+                self._check_expected()
             self._backend = PosixBackend.open(
                 self.path, create=create, file_mode=self.file_mode, umask=self.umask
             )
@@ -246,6 +259,16 @@ class JobStore:
             raise
         self.job, self.store_id = record.job, record.store_id
         return backend, record
+
+    def _check_expected(self) -> None:
+        """StorageError unless the store that clients have used so far is at the path."""
+        try:
+            with PosixBackend.open(self.path, create=False) as backend:
+                now = backend.store_record().store_id
+        except NotFound as error:
+            raise reasons.store_gone(self.path) from error
+        if now != self.expected:
+            raise reasons.other_store(self.path, now, self.expected)
 
     def learn(self, key: DecisionKey) -> None:
         """Index the chunks of an epoch that a controller elsewhere committed."""
@@ -479,7 +502,7 @@ class JobStore:
             )
         return StorageError(
             f"Node {writer} wrote segment {segment.name} of this epoch to its store "
-            f"{paths.get(writer, self.path)}, and in the store {self.path} of the controller on "
+            f"{paths.get(writer, '')}, and in the store {self.path} of the controller on "
             f"node {self.node} it {gone}: one is a copy of the other, or another file system is "
             "mounted. Let all nodes use the same file system, then save again.",
             path=path,

@@ -48,6 +48,8 @@ class Hello(_Message, frozen=True):
     """Epochs whose save this rank began with an agent that is lost, before it was released."""
     has_saved: bool = False
     """This client saved before, with an agent that is lost."""
+    store_id: str = ""
+    """The store (hex) that this client has used so far: no other one may be at the path now."""
 
 
 class OpenSave(_Message, frozen=True):
@@ -232,6 +234,8 @@ class Reached(_Message, frozen=True):
     first_arrival: float | None = None
     last_arrival: float | None = None
     notes: tuple[str, ...] = ()
+    store_id: str = ""
+    """The store (hex) that has, or will have, the epoch."""
 
 
 class Unreachable(_Message, frozen=True):

@@ -477,6 +477,27 @@ def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAbor
     )
 
 
+def store_gone(path: str) -> StorageError:
+    """A path at which a store was used leads to none now."""
+    return StorageError(
+        f"the store that was at {path} is not there any more; restore it, or close the client and "
+        "connect again to begin another one",
+        path=path,
+        errno=errno.ENOENT,
+    )
+
+
+def other_store(path: str, now: str, before: str) -> StorageError:
+    """A path leads to another store (ids in hex) than the client has used so far."""
+    return StorageError(
+        f"{path} leads to another store now (its id begins with {now[:8]}, that of the one in use "
+        f"with {before[:8]}); restore it, or close the client and connect again to use what is "
+        "there",
+        path=path,
+        errno=errno.EREMCHG,
+    )
+
+
 def is_away(error: GroupIOError | None) -> bool:
     """The store cannot be reached now; nothing is said of what is in it."""
     return isinstance(error, StorageError) and error.errno in _AWAY

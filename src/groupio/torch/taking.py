@@ -59,7 +59,7 @@ def collect_take(
         return lambda: decode_plain(data, converted) if spec.kind is ItemKind.PLAIN else bytes(data)
     value: Any
     if spec.origin == "torch":
-        value = torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype))
+        value = torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="cpu")
         array = as_integers(value).numpy()
     else:
         value = array = np.empty(spec.global_shape, dtype_from_name(spec.dtype))
@@ -101,5 +101,5 @@ def _place(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], Finish | None]:
         known = tensor if tensor.dtype in _IN_NUMPY else as_integers(tensor)
         array: np.ndarray[Any, Any] = known.numpy()
         return array, None
-    temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
     return as_integers(temporary).numpy(), lambda: tensor.copy_(temporary)

@@ -128,6 +128,7 @@ class GroupStorageReader(FileSystemReader):
     ) -> None:
         """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
         self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._fetch = fetch
@@ -207,7 +208,7 @@ class GroupStorageReader(FileSystemReader):
     def _open(self) -> _Source:
         self._close()
         members = find_members(self._process_group)
-        reader = StoreReader.open(self._store)
+        reader = StoreReader.open(self._path)
         try:
             manifest = reader.resolve("latest" if self._epoch is None else self._epoch)
             header = manifest.header
@@ -273,7 +274,7 @@ class GroupStorageReader(FileSystemReader):
         deadline = time.monotonic() + READ_S
         through = None
         if self._fetch is None:
-            through = agent_read(self._store, find_members(self._process_group))
+            through = agent_read(self._path, find_members(self._process_group))
         with self._together(plan) as grouped:
             by_agent = None if through is None else through.fetch_of(source.manifest)
             with grouped.fill(source.who[1], deadline):
@@ -298,7 +299,7 @@ class GroupStorageReader(FileSystemReader):
         for finish in finishes:
             finish()
         key = DecisionKey(*source.who) if self._epoch is not None else None
-        note_loaded(self._store, find_members(self._process_group), key)
+        note_loaded(self._path, find_members(self._process_group), key)
         self._close()
         done: Future[None] = Future()
         done.set_result(None)
@@ -340,7 +341,7 @@ class GroupStorageReader(FileSystemReader):
         dtype = self._dtypes[item.storage_index.fqn]
         direct = target.dtype == dtype and target.is_cpu and not target.is_conj()
         direct = direct and not target.is_neg()
-        place = target if direct else torch.empty(box.shape, dtype=dtype)
+        place = target if direct else torch.empty(box.shape, dtype=dtype, device="cpu")
         wants.add_box(saved.spec, source.parts.rows(saved), box, as_integers(place).numpy())
 
         def finish() -> None:
@@ -364,7 +365,7 @@ class GroupStorageReader(FileSystemReader):
 
     def _report_damage(self, digests: Any) -> None:
         members: Members = find_members(self._process_group)
-        client_for(self._store, members)._report_damage(digests)
+        client_for(self._path, members)._report_damage(digests)
 
 
 def _boxes(parts: Catalogue, name: str) -> list[Saved]:
