@@ -6,7 +6,8 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,8 @@ JsonFlag = Annotated[
 StoreArgument = Annotated[
     str, typer.Argument(metavar="STORE", help="The store: a path or a file:// URL.")
 ]
+
+_PIECES = 1 << 14
 
 OK = 0
 ANSWER_IS_NO = 1
@@ -53,8 +56,30 @@ def error_console() -> Console:
 def emit_json(command: str, body: dict[str, Any], *, indent: int | None = 2) -> None:
     """Print ``body`` as the JSON document of ``command``, schema version 1."""
     document = {"schema": f"groupio/{command}/1", **body}
-    sys.stdout.write(json.dumps(document, indent=indent, default=str) + "\n")
+    if indent is None:
+        sys.stdout.write(json.dumps(document, default=str))
+    else:
+        # Piece by piece: the document of a million items is hundreds of megabytes.
+        pieces = json.JSONEncoder(indent=indent, default=str).iterencode(document)
+        while block := "".join(islice(pieces, _PIECES)):
+            sys.stdout.write(block)
+    sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+class LazyArray(list[Any]):
+    """A JSON array whose elements are made while :func:`emit_json` writes it, with ``indent``."""
+
+    def __init__(self, count: int, make: Callable[[], Iterator[Any]]) -> None:
+        super().__init__()
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
 
 
 def one_line(message: str) -> str:

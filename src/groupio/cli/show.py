@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from groupio.cli.output import (
     ANSWER_IS_NO,
     OK,
     JsonFlag,
+    LazyArray,
     StoreArgument,
     console,
     emit_json,
@@ -186,7 +188,7 @@ def show_epoch(
             if member in (None, m.rank)
         ]
         body["tables"] = [
-            {"ranks": ranks, "items": [item_json(item) for item in items]}
+            {"ranks": ranks, "items": LazyArray(len(items), partial(map, item_json, items))}
             for ranks, items in tables
         ]
         emit_json("show", body)
