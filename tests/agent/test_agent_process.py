@@ -224,3 +224,15 @@ def test_the_limit_of_open_files_is_raised() -> None:
         "assert raise_fd_limit() == 512\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+def test_the_agent_is_not_bound_to_its_starters_processors() -> None:
+    script = (
+        "import os\n"
+        "from groupio.agent.process import take_all_processors\n"
+        "whole = os.sched_getaffinity(0)\n"
+        "os.sched_setaffinity(0, {min(whole)})\n"
+        "assert take_all_processors() == (1, len(whole))\n"
+        "assert os.sched_getaffinity(0) == whole\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)

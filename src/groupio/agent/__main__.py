@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
             process.detach()
         set_up_log(paths.log, settings.log_level, capture_stdio=not options.foreground)
         process.raise_fd_limit()
+        if not options.foreground:
+            before, now = process.take_all_processors()
+            if now != before:
+                log.info("running on %d processors; its starter was bound to %d", now, before)
         residence = process.Residence.take(paths)
     except (GroupIOError, OSError, msgspec.MsgspecError) as error:
         if signal_ready is not None:

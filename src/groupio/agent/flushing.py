@@ -286,6 +286,10 @@ class Flushing:
 
     def _end(self, group: int, delete: bool) -> None:
         flush, job = self._jobs.pop(group)
+        if isinstance(flush, EagerFlush):
+            # Its last reference may wait for a garbage collector, and its views would keep
+            # mappings of arenas that are closed.
+            flush.forget_waves()
         counts, metrics = flush.counts(), self._driver.metrics
         metrics.add("groupio_hashed_bytes", counts.hashed_bytes)
         metrics.add("groupio_hashed_chunks", counts.hashed_chunks)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from groupio.client.client import Client, unconnected
+from groupio.client.client import Client
 from groupio.errors import GroupIOError
 from groupio.exhaustion import start_some
 from groupio.protocol import messages as msg
@@ -18,12 +18,11 @@ from groupio.protocol import messages as msg
 log = logging.getLogger("groupio.client")
 
 
-def connect_ahead(store: Any, *, job: str | None = None, rank: int, world_size: int) -> Client:
-    """As :func:`groupio.connect`, but the client connects, starting the agent, in the background.
+def connect_ahead(client: Client) -> Client:
+    """``client``, which connects, starting the agent, in the background.
 
-    Calls that need the agent wait for that. InvalidInput and StorageError for wrong arguments.
+    Calls that need the agent wait for that.
     """
-    client = unconnected(store, job=job, rank=rank, world_size=world_size)
     _in_background(client, client._connected)
     return client
 

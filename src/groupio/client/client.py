@@ -68,7 +68,11 @@ def connect(
 
     InvalidInput for a wrong argument, StorageError (ENOTDIR) when the store is a file.
     """
-    client = unconnected(store, job, rank, world_size, controller, rewind_to, settings)
+    return connected(unconnected(store, job, rank, world_size, controller, rewind_to, settings))
+
+
+def connected(client: Client) -> Client:
+    """``client``, after a try to connect it; InvalidInput when the agent refuses its arguments."""
     try:
         client._connected()
     except InvalidInput:
@@ -87,8 +91,12 @@ def unconnected(
     controller: str | None = None,
     rewind_to: int | None = None,
     settings: Settings | None = None,
+    launch_id: str | None = None,
 ) -> Client:
-    """As :func:`connect`, but the connection is made by the first call that needs it."""
+    """As :func:`connect`, but the connection is made by the first call that needs it.
+
+    ``launch_id`` is what all ranks agreed on, where they did.
+    """
     chosen = Settings.from_env() if settings is None else settings
     if not isinstance(chosen, Settings):
         raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
@@ -103,8 +111,9 @@ def unconnected(
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
     # Variables of a launcher say nothing of ranks that were numbered by hand.
-    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
-    return Client(path, name, place, rewind, chosen, where, launched)
+    if launch_id is None and rank is None and world_size is None:
+        launch_id = launch.launch_id(os.environ)
+    return Client(path, name, place, rewind, chosen, where, launch_id)
 
 
 class Client:
@@ -248,6 +257,7 @@ class Client:
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
         door: str = "",
+        called_at: float | None = None,
         rewind_to: int | None = None,
         side: str = "core",
     ) -> SaveHandle:
@@ -255,7 +265,7 @@ class Client:
 
         ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
         """
-        called_at = time.monotonic()
+        called_at = called_at or time.monotonic()
         self._check_usable("save")
         step = arguments.check_epoch(epoch)
         after = arguments.check_rewind(rewind_to, step)
@@ -326,6 +336,20 @@ class Client:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
         save.run(opened, outgoing.prepared, outgoing.layout)
+
+    def _failed(self, epoch: int, called_at: float, error: GroupIOError) -> SaveHandle:
+        """The handle of a save that failed before it could be begun."""
+        handle = SaveHandle(
+            arguments.check_epoch(epoch),
+            called_at,
+            self.settings.replicas,
+            one_node=self._where.kind is Kind.LOCAL,
+            failures=self._failures,
+        )
+        handle._add_notes(self._failures.report())
+        self._failures.began(epoch)
+        handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
+        return handle
 
     def _end_rewind(self, handle: SaveHandle) -> None:
         if handle.outcome is Outcome.COMMITTED:

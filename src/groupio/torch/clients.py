@@ -1,4 +1,4 @@
-"""One client per store and place, made at the first call and kept for the next ones.
+"""One client per store, place and launch, made at the first call and kept for the next ones.
 
 A job that saves each of its checkpoints into a store of its own would gather clients, so only those
 of the last few stores keep their connection to the agent, and the agent their stores open.
@@ -8,95 +8,159 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import groupio
 from groupio.client.address import refuse_checkpoint, store_address
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
+from groupio.client.client import connected as connect_now
+from groupio.client.client import unconnected
+from groupio.client.handle import SaveHandle
 from groupio.client.lineage import Origin
 from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
+from groupio.errors import LateMember
 from groupio.model import DecisionKey
 from groupio.settings import Settings
-from groupio.torch.members import Members
+from groupio.torch.members import Members, is_living, leave
 
 _lock = threading.Lock()
-_Key = tuple[str, int, int, int]
-_clients: dict[_Key, groupio.Client] = {}
+
+
+class _Place(NamedTuple):
+    where: str
+    rank: int
+    world_size: int
+    pid: int
+
+
+class _Key(NamedTuple):
+    place: _Place
+    launch_id: str | None
+
+
+@dataclass
+class _Entry:
+    client: groupio.Client
+    has_saved: bool = False
+
+
+_clients: dict[_Key, _Entry] = {}
 """Those used last at the end."""
 
-_origins: dict[_Key, Origin] = {}
-"""What was loaded, and is not saved after yet, by clients that are closed or were not made yet."""
+_origins: dict[_Place, Origin] = {}
+"""What was loaded and is not saved after yet, of the clients of each place; the last used ones."""
 
 STORES_KEPT = 4
 """Clients of so many stores stay connected when they have nothing to do."""
 
 ORIGINS_KEPT = 64
-"""For so many stores it is remembered what was loaded, those used last."""
+"""For so many places it is remembered what was loaded."""
 
 
-def client_for(store: Any, members: Members, *, connected: bool = True) -> groupio.Client:
+def client_for(
+    store: Any, members: Members, *, connected: bool = True, saves: bool = False
+) -> groupio.Client:
     """The client of this process for ``store``; a forked child makes its own.
 
     Without ``connected`` a new one connects in the background, so that a load does not wait for
-    the start of an agent that only a save needs.
+    the start of an agent that only a save needs. ``saves``: it is going to save, so clients of
+    earlier sets of members are over for this store.
 
     InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind.
     """
-    key = _key(store, members)
-    refuse_checkpoint(key[0])
+    place = _place(store, members)
+    refuse_checkpoint(place.where)
+    key = _Key(place, members.launch_id)
     with _lock:
-        client = _clients.pop(key, None)
-        if client is None:
-            connect = groupio.connect if connected else connect_ahead
-            job = store.job if isinstance(store, PartStore) else None
-            client = connect(key[0], job=job, rank=members.rank, world_size=members.world_size)
-            client._origin = _origins.pop(key, client._origin)
-        _clients[key] = client
-    _leave_unused()
-    return client
+        entry = _clients.pop(key, None)
+        if entry is None:
+            client = unconnected(
+                place.where,
+                job=store.job if isinstance(store, PartStore) else None,
+                rank=place.rank,
+                world_size=place.world_size,
+                launch_id=key.launch_id,
+            )
+            entry = _Entry((connect_now if connected else connect_ahead)(client))
+        entry.has_saved |= saves
+        entry.client._origin = _origin(place)
+        _clients[key] = entry
+    _leave_unused(key if saves else None)
+    return entry.client
 
 
-def _leave_unused() -> None:
-    """Let go of the clients that were not used for longest and have nothing to do."""
+def _leave_unused(saving: _Key | None) -> None:
+    """Let go of clients that have nothing to do: of the stores that were not used for longest, and
+    of earlier launches that the one of ``saving`` replaces in its store.
+
+    What those still have in flight keeps its handles and is decided without them.
+    """
     with _lock:
-        own = [key for key in _clients if key[3] == os.getpid()]
-        unused = [(key, _clients[key]) for key in own[:-STORES_KEPT]]
-    for key, client in unused:
-        if client._leave_if_idle():
+        own = [key for key in _clients if key.place.pid == os.getpid()]
+        unused = set(own[:-STORES_KEPT])
+        for key in own:
+            if saving is None or key.launch_id == saving.launch_id:
+                continue
+            if key.place.where != saving.place.where:
+                continue
+            if _clients[key].has_saved and key.launch_id is not None:
+                leave(key.launch_id)
+            if _clients[key].has_saved or not is_living(key.launch_id):
+                unused.add(key)
+        entries = {key: _clients[key] for key in own if key in unused}
+    for key, entry in entries.items():
+        if entry.client._leave_if_idle():
             with _lock:
-                if _clients.get(key) is client:
+                if _clients.get(key) is entry:
                     del _clients[key]
-                    _keep(key, client._origin)
 
 
-def _keep(key: _Key, origin: Origin) -> None:
-    """The next client for the same place goes on after what this one loaded."""
-    _origins.pop(key, None)
-    if origin.now() is not None:
-        _origins[key] = origin
-    if len(_origins) > ORIGINS_KEPT:
-        del _origins[next(iter(_origins))]
+def save_as(store: Any, members: Members, items: Mapping[str, Any], **how: Any) -> SaveHandle:
+    """Save as a member of a group: ``Client._save`` with the keywords ``how``."""
+    handle = client_for(store, members, saves=True)._save(items, **how)
+    launch_id = members.launch_id
+    if members.group is not None and launch_id is not None:
+
+        def done(handle: SaveHandle) -> None:
+            if isinstance(handle._error, LateMember):
+                leave(launch_id, refused=True)
+
+        handle.add_done_callback("durable", done)
+    return handle
+
+
+def check_store(store: Any) -> None:
+    """InvalidInput when ``store`` is no path or URL, or a checkpoint of another kind."""
+    refuse_checkpoint(_where(store))
 
 
 def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> None:
     """An epoch was loaded: by its number, or (None) as the latest one."""
-    key = _key(store, members)
     with _lock:
-        if key in _clients:
-            _clients[key]._origin.loaded(loaded)
-        else:
-            origin = Origin()
-            origin.loaded(loaded)
-            _keep(key, origin)
+        _origin(_place(store, members)).loaded(loaded)
 
 
-def _key(store: Any, members: Members) -> _Key:
+def _origin(place: _Place) -> Origin:
+    """What was loaded is known to all clients of the place, and to those that are still to come."""
+    origin = _origins.pop(place, None) or Origin()
+    _origins[place] = origin
+    if len(_origins) > ORIGINS_KEPT:
+        del _origins[next(iter(_origins))]
+    return origin
+
+
+def _place(store: Any, members: Members) -> _Place:
+    return _Place(_where(store), members.rank, members.world_size, os.getpid())
+
+
+def _where(store: Any) -> str:
     # A call means what its path leads to now, from this directory and through links, whether it
     # saves or loads.
-    where = os.path.realpath(store_address(store))
-    return where, members.rank, members.world_size, os.getpid()
+    return os.path.realpath(store_address(store))
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -109,7 +173,7 @@ def agent_read(store: Any, members: Members) -> AgentRead | None:
 def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
-        return [client for key, client in _clients.items() if key[3] == os.getpid()]
+        return [entry.client for key, entry in _clients.items() if key.place.pid == os.getpid()]
 
 
 def close() -> None:
@@ -119,10 +183,8 @@ def close() -> None:
     """
     with _lock:
         pid = os.getpid()
-        own = [key for key in _clients if key[3] == pid]
-        clients = [_clients.pop(key) for key in own]
-        for key, client in zip(own, clients, strict=True):
-            _keep(key, client._origin)
+        own = [key for key in _clients if key.place.pid == pid]
+        clients = [_clients.pop(key).client for key in own]
     for client in clients:
         client.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -33,6 +33,7 @@ from groupio.errors import (
     FormatError,
     GroupAborted,
     GroupIOError,
+    GroupTimeout,
     IntegrityError,
     InvalidInput,
     NotFound,
@@ -43,7 +44,7 @@ from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import DecisionKey
-from groupio.torch.clients import client_for, note_loaded
+from groupio.torch.clients import check_store, client_for, note_loaded
 from groupio.torch.collective_read import CollectiveRead
 from groupio.torch.converted import ConvertedNotes, adopt
 from groupio.torch.grouped import Host
@@ -56,6 +57,9 @@ from groupio.torch.tensors import check_no_fake_mode
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
+
+TELL_S = 15.0
+"""A rank that cannot load waits so long for the others to tell them why, in seconds."""
 
 READ_S = 1800.0
 """Reading may take this long, in seconds."""
@@ -117,13 +121,37 @@ def load(
             fallback=fallback,
         )
     members = find_members(process_group)
-    council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
-
-    def collective() -> CollectiveRead:
-        return CollectiveRead(exchange, process_group)
-
+    asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
     with collection_paused(), set_aside():
-        return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
+        request = _requested(state_dict, store, asked)
+        council = _meet(members, request)
+
+        def collective() -> CollectiveRead:
+            return CollectiveRead(council.beside("exchange", READ_S), process_group)
+
+        return _load(store, request, council, collective, strict=strict, fallback=fallback)
+
+
+def _requested(
+    state_dict: dict[Any, Any], store: str | os.PathLike[str], asked: dict[str, Any]
+) -> _Request | GroupIOError:
+    """What this rank is called to load, or what is wrong with it."""
+    try:
+        check_store(store)
+        template = template_of(state_dict)
+        return _Request(template, asked | {"step": _checked_step(asked["step"])})
+    except GroupIOError as error:
+        return error
+
+
+def _meet(members: Members, request: object) -> Council:
+    """Meet the others; a rank whose own call is wrong does not wait long to tell them so."""
+    if not isinstance(request, GroupIOError):
+        return Council.meet(members, AGREE_S, "load")
+    try:
+        return Council.meet(members, min(TELL_S, AGREE_S), "load")
+    except GroupTimeout:
+        raise request from None
 
 
 def _load_parts(
@@ -137,8 +165,6 @@ def _load_parts(
     fallback: bool,
 ) -> LoadReport:
     """Load each part from the newest step that rank 0 finds committed, and all find intact."""
-    members = find_members(process_group)
-    council = Council(members, "parts", AGREE_S)
     stores: dict[str | None, Any] = {}
     mine: dict[str, Any] | GroupIOError
     try:
@@ -148,6 +174,8 @@ def _load_parts(
         mine = {"step": step, "parts": list(wanted), "fallback": fallback}
     except GroupIOError as error:
         mine = error
+    council = _meet(find_members(process_group), mine)
+    members = council.members
 
     def choose(opinions: list[dict[str, Any]]) -> dict[str, Any]:
         _check_alike(opinions)
@@ -192,9 +220,8 @@ def _load_parts(
 
 
 def _load(
-    state_dict: dict[Any, Any],
     store: str | os.PathLike[str],
-    step: int | str,
+    request: _Request | GroupIOError,
     council: Council,
     collective: Callable[[], CollectiveRead],
     *,
@@ -205,9 +232,11 @@ def _load(
     by_group = False
     job: _Load | GroupIOError
     try:
+        if isinstance(request, GroupIOError):
+            raise request
         client = client_for(store, members, connected=False)
-        job = _Load(state_dict, client, members, strict)
-        asked: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
+        job = _Load(request.template, client, members, strict)
+        asked: Any = dict(request.asked)
         by_group = client.settings.fabric == "torch" and not council.alone
         if by_group:
             job.read_by(collective())
@@ -242,8 +271,15 @@ def _load(
             choice = council.decide(job.opinion(job.fill, choice), chooser.next)
             if not choice["again"]:
                 key = DecisionKey(*choice["key"])
-                client._origin.loaded(key if key.epoch == step else None)
+                client._origin.loaded(key if key.epoch == asked["step"] else None)
                 return job.finish(choice)
+
+
+class _Request(NamedTuple):
+    """What a rank is called to fill, and how."""
+
+    template: Template
+    asked: dict[str, Any]
 
 
 class _Load:
@@ -251,7 +287,7 @@ class _Load:
 
     def __init__(
         self,
-        state_dict: dict[Any, Any],
+        template: Template,
         client: groupio.Client,
         members: Members,
         strict: bool,
@@ -259,7 +295,7 @@ class _Load:
         self.client = client
         self.strict = strict
         self._members = members
-        self._template: Template = template_of(state_dict)
+        self._template = template
         self._reader: StoreReader | None = None
         self._manifest: ManifestReader | None = None
         self._matching = Matching()

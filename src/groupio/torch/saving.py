@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
@@ -10,16 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from groupio.client.arguments import check_deadline
+from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
 from groupio.client.store_parts import part_store
 from groupio.client.values import Part
-from groupio.errors import InvalidInput, from_wire, to_wire
+from groupio.errors import (
+    GroupAborted,
+    GroupIOError,
+    GroupTimeout,
+    InvalidInput,
+    from_wire,
+    to_wire,
+)
 from groupio.format.structure import STRUCTURE, part_name, path_text
-from groupio.torch.clients import client_for
+from groupio.torch.clients import client_for, save_as
 from groupio.torch.converted import ConvertedNotes
-from groupio.torch.members import Council, Members, find_members
+from groupio.torch.members import Council, Members, find_members, met
 from groupio.torch.remembered import Remembered
 from groupio.torch.replicas import Sharing, check_verify
 from groupio.torch.tensors import (
@@ -87,22 +95,63 @@ def save(
     ``part`` names a part of the step that is saved in a call of its own, an epoch by itself.
     Raises InvalidInput, on this rank, for what cannot be stored; the others see their handles.
     """
-    if not isinstance(dcp_door, bool):
-        raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
+    _check_options(dcp_door, on_error)
     members = find_members(process_group)
-    sharing = Sharing(check_verify(verify_replicas), members, step, replicated)
-    client = client_for(part_store(store, part), members)
-    _tell_earlier(client, members, on_error, deadline_s)
-    handle = client._save(
-        items := _Items(state_dict, sharing),
+    sharing = Sharing(check_verify(verify_replicas), members, check_epoch(step, "step"), replicated)
+    return _save(
+        _Items(state_dict, sharing),
+        part_store(store, part),
+        members,
+        on_error,
         epoch=step,
-        deadline_s=deadline_s,
+        deadline_s=check_deadline(deadline_s),
         replicated=replicated,
         wait_for=wait_for,
         metadata=metadata,
         door="dcp" if dcp_door else "",
         rewind_to=rewind_to,
         side="torch",
+    )
+
+
+def _check_options(dcp_door: object, on_error: object) -> None:
+    if not isinstance(dcp_door, bool):
+        raise InvalidInput(f"dcp_door={dcp_door!r} must be True or False")
+    if on_error not in ON_ERROR:
+        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
+
+
+def _save(
+    items: _Items,
+    store: Any,
+    members: Members,
+    on_error: str,
+    *,
+    deadline_s: float,
+    epoch: int,
+    **how: Any,
+) -> SaveHandle:
+    """Meet the others where that is needed, tell of earlier failures, and save."""
+    called_at = time.monotonic()
+    failed: GroupIOError | None = None
+    if on_error == "raise":
+        council = Council.meet(members, deadline_s, "save")
+        members = council.members
+        _raise_earlier(client_for(store, members, saves=True), council)
+    else:
+        try:
+            members = met(members, deadline_s, "save")
+        except (GroupAborted, GroupTimeout) as error:
+            failed = error
+    client = client_for(store, members, connected=failed is None, saves=failed is None)
+    if on_error == "warn":
+        for before, unread in client._failures.unread():
+            client._failures.take_over([before])
+            warnings.warn(_not_saved(before, unread.message), RuntimeWarning, stacklevel=3)
+    if failed is not None:
+        return client._failed(epoch, called_at, failed)
+    handle = save_as(
+        store, members, items, epoch=epoch, called_at=called_at, deadline_s=deadline_s, **how
     )
     handle._add_notes(items.notes)
     return handle
@@ -112,19 +161,7 @@ def _not_saved(epoch: int, why: str) -> str:
     return f"epoch {epoch} was not saved: {why}"
 
 
-def _tell_earlier(client: Client, members: Members, on_error: str, deadline_s: float) -> None:
-    """What ``on_error`` asks for about failures of earlier saves; logging them is the client's."""
-    if on_error not in ON_ERROR:
-        raise InvalidInput(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
-    if on_error == "warn":
-        for epoch, error in client._failures.unread():
-            client._failures.take_over([epoch])
-            warnings.warn(_not_saved(epoch, error.message), RuntimeWarning, stacklevel=3)
-    elif on_error == "raise":
-        _raise_earlier(client, members, check_deadline(deadline_s))
-
-
-def _raise_earlier(client: Client, members: Members, deadline_s: float) -> None:
+def _raise_earlier(client: Client, council: Council) -> None:
     """Raise the first failure that a rank knows and its caller has not read, on all ranks.
 
     News of a failure does not reach all ranks at the same time: one that raised alone would leave
@@ -132,15 +169,15 @@ def _raise_earlier(client: Client, members: Members, deadline_s: float) -> None:
     """
     unread = client._failures.unread()
     mine = {str(epoch): to_wire(error) for epoch, error in unread}
-    council = Council(members, "on_error", deadline_s, again="save")
-    verdict = council.decide({"rank": members.rank, "failed": mine}, _first_failure)
+    rank = council.members.rank
+    verdict = council.decide({"rank": rank, "failed": mine}, _first_failure)
     if not verdict["epochs"]:
         return
     client._failures.take_over(verdict["epochs"])
     error = from_wire(verdict["failure"])
     for epoch, own in unread:
         if own.message not in error.message:
-            error.add_note(f"rank {members.rank}: {_not_saved(epoch, own.message)}")
+            error.add_note(f"rank {rank}: {_not_saved(epoch, own.message)}")
     raise error
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 
-import groupio
 from groupio.client.handle import SaveHandle
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput
 from groupio.format.structure import Branch
@@ -116,10 +115,11 @@ class Staging:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def copy(
-        self, client: Callable[[], groupio.Client], deadline_s: float, rewind_to: int | None
-    ) -> None:
-        """Hand everything over; returns when the state dict may change. Never raises an error."""
+    def copy(self, save: Callable[[Mapping[str, Any], int], SaveHandle]) -> None:
+        """Hand everything over to ``save``; returns when the state dict may change.
+
+        Never raises an error.
+        """
         try:
             if not self._named.wait(NAME_S):
                 raise GroupAborted(
@@ -128,14 +128,7 @@ class Staging:
                 )
             if self.error is None:
                 assert self._epoch is not None
-                self.handle = client()._save(
-                    Lazy(self._items),
-                    epoch=self._epoch,
-                    deadline_s=deadline_s,
-                    door="dcp",
-                    rewind_to=rewind_to,
-                    side="dcp",
-                )
+                self.handle = save(Lazy(self._items), self._epoch)
         except GroupIOError as error:
             self.error = self.error or error
         except Exception as error:  # noqa: BLE001  it is told by the thread that saves
