@@ -11,7 +11,9 @@ from fake_agent import PAUSE_S, Background, FakeAgent
 
 import groupio
 from groupio.agent import spawn
-from groupio.client.ahead import connect_ahead, expect_save
+from groupio.client.ahead import connect_ahead as connect
+from groupio.client.ahead import expect_save
+from groupio.client.client import Client, unconnected
 from groupio.errors import AgentLost
 from groupio.protocol import messages as msg
 
@@ -22,6 +24,12 @@ def ahead(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GROUPIO_CLOSE_TIMEOUT_S", "0.2")
     yield tmp_path / "store"
     wait_for_threads()
+
+
+def connect_ahead(store: Path, *, rank: int, world_size: int) -> Client:
+    client = unconnected(store, rank=rank, world_size=world_size)
+    connect(client)
+    return client
 
 
 def wait_for_threads() -> None:

@@ -10,21 +10,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from groupio.client.client import Client, unconnected
+from groupio.client import nesting
+from groupio.client.client import Client
 from groupio.errors import GroupIOError
 from groupio.protocol import messages as msg
 
 log = logging.getLogger("groupio.client")
 
 
-def connect_ahead(store: Any, *, rank: int, world_size: int) -> Client:
-    """As :func:`groupio.connect`, but the client connects, starting the agent, in the background.
-
-    Calls that need the agent wait for that. InvalidInput and StorageError for wrong arguments.
-    """
-    client = unconnected(store, rank=rank, world_size=world_size)
+def connect_ahead(client: Client) -> None:
+    """Connect a client, starting the agent, in the background; calls that need it wait for that."""
     _in_background(client, client._connected)
-    return client
 
 
 def expect_save(client: Client, total_bytes: int) -> None:
@@ -45,13 +41,17 @@ def expect_save(client: Client, total_bytes: int) -> None:
 
 
 def _in_background(client: Client, work: Callable[[], Any]) -> None:
+    @nesting.thread
     def run() -> None:
         try:
             work()
         except (GroupIOError, OSError) as error:
             log.info("%s: getting ready for a save failed: %s", client.store, error)
 
-    threading.Thread(target=run, name="groupio-ahead", daemon=True).start()
+    if nesting.is_nested():
+        nesting.start(run)
+    else:
+        threading.Thread(target=run, name="groupio-ahead", daemon=True).start()
 
 
 def _warm_up() -> None:

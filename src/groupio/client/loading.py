@@ -38,7 +38,7 @@ def load_items(
     threads: int | None,
     skipped: list[tuple[int, str]] | None,
     on_damage: Callable[[Sequence[bytes]], None],
-    client: Client,
+    client: Client | None,
 ) -> dict[str, Any]:
     """The items of one member; see :meth:`groupio.client.client.Client.load`.
 
@@ -46,7 +46,7 @@ def load_items(
     none is intact, the error of the first stands for all. Without, damage raises at once.
     Where ``client`` has an agent that brings chunks, they come through it.
     """
-    through = through_agent(client)
+    through = None if client is None else through_agent(client)
     names = request.names
     names = names if names is None or isinstance(names, str) else list(names)
     first_error: GroupIOError | None = None

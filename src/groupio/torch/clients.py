@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import groupio
 from groupio.client.address import refuse_checkpoint
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
+from groupio.client.client import connect_now, unconnected
 from groupio.controller.discover import Kind, find_controller
 from groupio.errors import InvalidInput
 from groupio.settings import Settings
 from groupio.torch.members import Members
 
-_lock = threading.Lock()
 _clients: dict[tuple[str, int, int, int], groupio.Client] = {}
 
 
@@ -32,13 +31,26 @@ def client_for(store: Any, members: Members, *, connected: bool = True) -> group
     where = text if "://" in text else os.path.abspath(text)
     refuse_checkpoint(where.removeprefix("file://"))
     key = (where, members.rank, members.world_size, os.getpid())
-    with _lock:
-        client = _clients.get(key)
-        if client is None:
-            connect = groupio.connect if connected else connect_ahead
-            client = connect(where, rank=members.rank, world_size=members.world_size)
-            _clients[key] = client
-        return client
+    client = _clients.get(key)
+    if client is None:
+        # No lock: a signal handler may come, and save, at any time in here.
+        made = unconnected(where, rank=members.rank, world_size=members.world_size)
+        client = _clients.setdefault(key, made)
+        if client is not made:
+            made.close()
+        elif connected:
+            _connect(key, made)
+        else:
+            connect_ahead(made)
+    return client
+
+
+def _connect(key: tuple[str, int, int, int], client: groupio.Client) -> None:
+    try:
+        connect_now(client)
+    except InvalidInput:
+        _clients.pop(key, None)
+        raise
 
 
 def agent_read(store: Any, members: Members) -> AgentRead | None:
@@ -50,8 +62,7 @@ def agent_read(store: Any, members: Members) -> AgentRead | None:
 
 def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
-    with _lock:
-        return [client for key, client in _clients.items() if key[3] == os.getpid()]
+    return [client for key, client in list(_clients.items()) if key[3] == os.getpid()]
 
 
 def _text(store: Any) -> str:
@@ -71,17 +82,8 @@ def close() -> None:
 
     The end of the interpreter does the same. A later save or load connects anew.
     """
-    with _lock:
-        pid = os.getpid()
-        own = [key for key in _clients if key[3] == pid]
-        clients = [_clients.pop(key) for key in own]
-    for client in clients:
-        client.close()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    pid = os.getpid()
+    for key in list(_clients):
+        client = _clients.pop(key, None) if key[3] == pid else None
+        if client is not None:
+            client.close()

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 import groupio
+from groupio.client import nesting
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import expect_save
 from groupio.client.arguments import check_epoch
@@ -89,12 +90,19 @@ def load(
     ``set_state_dict``.
     """
     members = find_members(process_group)
+    nested = nesting.is_nested() or nesting.is_inside(load)
+    if nested and members.world_size > 1:
+        raise InvalidInput(
+            f"rank {members.rank} called load inside another call of groupio, in a signal handler "
+            "or callback, where the ranks cannot agree; load after that call"
+        )
     council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
 
     def collective() -> CollectiveRead:
         return CollectiveRead(exchange, process_group)
 
-    with collection_paused(), set_aside():
+    # A nested call sends nothing over the connection that it may have interrupted.
+    with collection_paused(), nullcontext() if nested else set_aside():
         return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
 
 
@@ -139,7 +147,8 @@ def _load(
             ready = job.opinion(job.check, choice)
             if not isinstance(ready, GroupIOError):
                 ready["linked"] = host.linked()
-                ready["agent"] = not by_group and through_agent(client) is not None
+                direct = by_group or nesting.is_nested()
+                ready["agent"] = not direct and through_agent(client) is not None
             choice = council.decide(ready, chooser.checked)
             job.join(host, choice["linked"])
             if choice["again"]:
@@ -333,7 +342,7 @@ class _Chooser:
         self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
-            self._job.client._settle(time.monotonic() + AGREE_S)
+            self._job.client._settle(time.monotonic() + AGREE_S, nesting.is_nested())
         return self._choose() | {"where": [opinion["where"] for opinion in opinions]}
 
     def checked(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:

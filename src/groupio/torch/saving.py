@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from groupio.client import nesting
 from groupio.client.arguments import check_deadline
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
@@ -106,7 +107,8 @@ def _tell_earlier(client: Client, members: Members, on_error: str, deadline_s: f
         for epoch, error in client._failures.unread():
             client._failures.take_over([epoch])
             warnings.warn(_not_saved(epoch, error.message), RuntimeWarning, stacklevel=3)
-    elif on_error == "raise":
+    elif on_error == "raise" and not nesting.is_nested():
+        # The ranks of a nested call cannot agree: a handler never raises for being one.
         _raise_earlier(client, members, check_deadline(deadline_s))
 
 

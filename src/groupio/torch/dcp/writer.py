@@ -117,7 +117,7 @@ class GroupStorageWriter(FileSystemWriter):
         self._no_dist = no_dist
         self._deadline_s = check_deadline(deadline_s)
         self._thread = threading.local()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: Staging | None = None
 
     def __reduce__(self) -> NoReturn:
