@@ -20,14 +20,15 @@ READY_S = 20.0
 class FuseMount:
     """``source`` seen at ``where``; both are made if absent."""
 
-    def __init__(self, source: Path, where: Path) -> None:
+    def __init__(self, source: Path, where: Path, *options: str) -> None:
+        """``options`` are those of bindfs."""
         try:
             os.close(os.open("/dev/fuse", os.O_RDWR))
         except OSError:
             pytest.skip("peer not installed: FUSE in the kernel")
         if shutil.which("bindfs") is None:
             pytest.skip("peer not installed: bindfs")
-        self.source, self.where = source, where
+        self.source, self.where, self.options = source, where, options
         self._process: subprocess.Popen[bytes] | None = None
         for path in (source, where):
             path.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,8 @@ class FuseMount:
     def up(self, source: Path | None = None) -> FuseMount:
         """Mount it; the store server is back. ``source`` for once: something else."""
         assert self._process is None
-        command = ["bindfs", "-f", "-o", "nonempty", str(source or self.source), str(self.where)]
+        command = ["bindfs", "-f", "-o", "nonempty", *self.options]
+        command += [str(source or self.source), str(self.where)]
         before = self._mounts()
         self._process = subprocess.Popen(command)
         deadline = time.monotonic() + READY_S

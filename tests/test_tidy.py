@@ -179,6 +179,57 @@ def test_pure_packages_import_nothing_impure() -> None:
     report(problems)
 
 
+FACTORIES = frozenset(
+    {
+        *(
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "zeros",
+            "zeros_like",
+            "ones",
+            "ones_like",
+            "eye",
+        ),
+        *("full", "full_like", "tensor", "as_tensor", "asarray", "scalar_tensor", "arange"),
+        *("linspace", "logspace", "rand", "randn", "randint", "randperm", "rand_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "randn_like"),
+    }
+)
+"""Functions of torch that make tensors on the process's default device, or on one that is given."""
+
+
+def factory_without_device(call: ast.Call, name: str) -> bool:
+    """Whether the call makes a tensor wherever the program's default device happens to be."""
+    owner, _, function = name.rpartition(".")
+    made = function in FACTORIES and (owner == "torch" or function.startswith("new_"))
+    return made and not {"device", "out"} & {keyword.arg for keyword in call.keywords}
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    problems = []
+    for path in SOURCES:
+        for call, name in calls(tree_of(path)):
+            if not inside(path, "testing") and factory_without_device(call, name):
+                problems.append(f"{name_of(path)}:{call.lineno}: {name} without device=")
+    report(problems)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("torch.empty(3)", True),
+        ("torch.empty(3, device=d)", False),
+        ("x.new_zeros(3)", True),
+        ("np.empty(3)", False),
+        ("torch.from_numpy(x)", False),
+    ],
+)
+def test_the_check_of_devices_finds_what_it_is_for(code: str, found: bool) -> None:
+    ((call, name),) = calls(ast.parse(code))
+    assert factory_without_device(call, name) == found
+
+
 def test_typer_rich_and_torch_stay_in_their_places() -> None:
     problems = []
     for path in SOURCES:

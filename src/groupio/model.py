@@ -237,3 +237,5 @@ class EpochInfo:
     abandoned: bool = False
     """True when a rewind left it outside the line that ``latest`` follows."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    part: str | None = None
+    """The part that was saved, None for the unnamed one."""

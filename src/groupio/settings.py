@@ -46,7 +46,8 @@ class Settings:
     failure_domain: str | None = None
     """What fails together with this node (a rack, a power feed); None: the node alone."""
     file_mode: int | None = None
-    """Permission bits of new files, such as 0o660 (None: private to the user)."""
+    """Permission bits of new files of a store, such as 0o660; directories are open to those who
+    may read (None: the umask of this process says, as for other tools)."""
     idle_s: float = 60.0
     """The agent ends after so many seconds without a client and without work."""
     log_level: str = "info"
@@ -83,13 +84,18 @@ class Settings:
     """What the store takes from all nodes together, in bytes per second (None: no limit)."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str) and not is_unicode(value):
+                raise InvalidInput(f"settings: {field.name}={value!r} is not valid Unicode")
         _check(self.memory_bytes is None or self.memory_bytes >= 16 << 20, self, "memory_bytes")
         _check(_is_count(self.replicas, 1, REPLICAS_MAX), self, "replicas")
         for name in ("uplink_bytes_per_s", "fabric_bytes_per_s", "backend_bytes_per_s"):
             value = getattr(self, name)
             _check(value is None or 0 < value < math.inf, self, name)
         mode = self.file_mode
-        _check(mode is None or (_is_count(mode, 0o400, 0o777) and mode & 0o400), self, "file_mode")
+        _check(mode is None or _is_count(mode, 0o600, 0o666), self, "file_mode")
+        _check(mode is None or mode & 0o711 == 0o600, self, "file_mode")
         for name in ("idle_s", "connect_timeout_s", "close_timeout_s"):
             _check(0 <= getattr(self, name) < math.inf, self, name)
         _check(self.log_level in _LOG_LEVELS, self, "log_level")
@@ -185,7 +191,7 @@ _EXPECTED = {
     "uplink_bytes_per_s": _RATE,
     "fabric_bytes_per_s": _RATE,
     "failure_domain": "a name",
-    "file_mode": "octal permission bits with which the owner can read, such as 660",
+    "file_mode": "octal bits without x, with which the owner can read and write, such as 660",
     "idle_s": _SECONDS,
     "log_level": f"one of {', '.join(_LOG_LEVELS)}",
     "runtime_dir": "an absolute path",
@@ -200,6 +206,18 @@ _EXPECTED = {
     "foreground_share": "a number from 0 to 1",
     "backend_bytes_per_s": _RATE,
 }
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can say ``text``: messages and records hold no other text.
+
+    A path that is not UTF-8 has lone surrogates in Python.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _ports_exist(text: str) -> bool:

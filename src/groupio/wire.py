@@ -30,6 +30,9 @@ FRAME_FDS_MAX = 15
 BACKLOG_BYTES_MAX = 2 * FRAME_BYTES_MAX
 """A channel whose peer does not read holds at most about this many bytes for it."""
 
+PEER_CLOSED = "the peer closed the connection"
+"""The text of ChannelClosed where the peer ended the connection in good order."""
+
 _HEADER_BYTES = 4
 _FDS_SHIFT = 28
 _LENGTH_MASK = (1 << _FDS_SHIFT) - 1
@@ -155,7 +158,13 @@ class Channel:
 
     def _append(self, frame: bytearray, fds: Sequence[int]) -> None:
         # Duplicates: the caller may close its own before the frame leaves.
-        self._outgoing.append((memoryview(frame), [os.dup(fd) for fd in fds]))
+        own: list[int] = []
+        try:
+            own.extend(os.dup(fd) for fd in fds)
+        except OSError:
+            _close_all(own)
+            raise
+        self._outgoing.append((memoryview(frame), own))
         self._outgoing_bytes += len(frame)
 
     def _push(self) -> bool:
@@ -204,7 +213,7 @@ class Channel:
 
     def _read(self) -> list[Received]:
         if self._at_end:
-            raise ChannelClosed("the peer closed the connection")
+            raise ChannelClosed(PEER_CLOSED)
         received: list[Received] = []
         budget = _FEED_BYTES
         while budget > 0:
@@ -222,7 +231,7 @@ class Channel:
             if not count:
                 self._at_end = True
                 if not received:
-                    raise ChannelClosed("the peer closed the connection")
+                    raise ChannelClosed(PEER_CLOSED)
                 break
             budget -= count
             received.extend(self._split())
@@ -236,6 +245,11 @@ class Channel:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 number = len(data) // struct.calcsize("i")
                 self._incoming_fds.extend(struct.unpack_from(f"{number}i", data))
+        if flags & socket.MSG_CTRUNC and len(self._incoming_fds) < FRAME_FDS_MAX:
+            raise ChannelClosed(
+                "a descriptor of the peer could not be taken: this process has too many files "
+                "open; raise `ulimit -n`"
+            )
         if flags & socket.MSG_CTRUNC or len(self._incoming_fds) > FRAME_FDS_MAX:
             raise ChannelClosed("the peer sent more descriptors than a frame may carry")
         self._incoming += memoryview(self._scratch)[:count]
@@ -274,6 +288,7 @@ class Channel:
     def abandon(self) -> None:
         """Close this process's copy only: in a forked child the parent's stays connected."""
         self._sock.close()
+        self._scratch = bytearray()
         _close_all(self._incoming_fds)
         self._incoming_fds.clear()
         for received in self._ready:

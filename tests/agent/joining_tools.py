@@ -19,6 +19,7 @@ from groupio.agent.joining import Joining
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
 from groupio.controller.discover import Kind, Where
+from groupio.controller.keys import Keys
 from groupio.controller.store import JobStore
 from groupio.errors import ControllerLost, GroupIOError, from_wire
 from groupio.model import NodeLink
@@ -152,7 +153,7 @@ class Network:
 
     def __init__(self) -> None:
         self.life = LIFE
-        self.keys = None
+        self.keys = Keys.make()
         self.links = SimpleNamespace(link=NodeLink("n0", 1e9, 1e9, "n0"))
         self.fabric_address = "tcp://127.0.0.1:9"
         self.hosts: dict[str, Any] = {}
@@ -160,7 +161,13 @@ class Network:
         self.fabric = SimpleNamespace(pace=SimpleNamespace(set_share=lambda share: None))
         self.error: GroupIOError | None = None
 
-    def gate_address(self) -> str:
+    def keys_of(self, store: JobStore) -> Keys:
+        return self.keys
+
+    def close_gate(self, store_id: str) -> None:
+        pass
+
+    def gate_address(self, store_id: str, keys: Keys) -> str:
         if self.error is not None:
             raise self.error
         return "tcp://127.0.0.1:5"
@@ -190,7 +197,7 @@ class World:
         self.told.append((peer.client, message))
 
     def coordinate(
-        self, where: Where, store: Any, scope: str, *, on_lost: Any, after: Any
+        self, where: Where, store: Any, scope: str, *, by_token: bool, on_lost: Any, after: Any
     ) -> Coordinator:
         self.coordinator.on_lost = on_lost
         return self.coordinator
@@ -212,7 +219,13 @@ class World:
     def come(self, name: str = "c0", rank: int = 0) -> None:
         """A client says Hello."""
         self.driver.clients[name] = SimpleNamespace(  # type: ignore[assignment]
-            client=name, called_at={}, notes=(), job=self.job, connected=True, hello=None
+            client=name,
+            called_at={},
+            notes=(),
+            job=self.job,
+            connected=True,
+            hello=None,
+            seated=True,
         )
         arrived = ev.ClientArrived(name, PROCESS, rank, 2, node="n0")
         self.job.tell(arrived)

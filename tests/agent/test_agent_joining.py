@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from joining_tools import LIFE, OTHER, STORE, World, agent, away, until
 from groupio.agent import joining, unjoined
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
+from groupio.controller.keys import Keys
 from groupio.errors import (
     ControllerLost,
     GroupIOError,
@@ -321,10 +323,7 @@ def test_a_node_without_a_token_replaces_no_controller_that_has_one(
     monkeypatch.setattr(unjoined, "REFUSED_S", 0.05)
 
     async def play(it: World) -> None:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise InvalidInput("will not connect without a key")
-
-        monkeypatch.setattr(joining, "ControlClient", refuse)
+        it.network.keys = replace(Keys.make(), of_store=True)
         with socket.create_server(("127.0.0.1", 0)) as there:
             address = f"tcp://127.0.0.1:{there.getsockname()[1]}"
             it.coordinator.rule = Rule(1, address, "n1", OTHER)
@@ -334,7 +333,34 @@ def test_a_node_without_a_token_replaces_no_controller_that_has_one(
             await until(it.failures)
             assert "GROUPIO_TOKEN" in it.failures()[0].message
             assert it.coordinator.asked == ["current"]
+            assert it.clients == [], "its port is not even tried"
         await until(lambda: it.job.host is not None)
+
+    agent(tmp_path, monkeypatch, play)
+
+
+def test_whoever_took_the_port_of_a_dead_controller_does_not_keep_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All who can open the store have its key, so one that refuses it is no controller of it."""
+    monkeypatch.setattr(fo, "RECONNECT_S", 0.03)
+
+    async def play(it: World) -> None:
+        it.network.keys = first = replace(Keys.make(), of_store=True)
+        it.coordinator.rule = Rule(1, "tcp://127.0.0.1:7", "n1", OTHER, by_token=False)
+        it.make_store()
+        it.come()
+        it.open()
+        await until(lambda: it.clients)
+        it.network.keys = replace(Keys.make(), of_store=True)
+        seen = 0
+        while it.job.host is None:
+            for client in it.clients[seen:]:
+                client.lose("no answer", locked_out=True)
+            seen = len(it.clients)
+            await asyncio.sleep(0.005)
+        assert it.failures() == []
+        assert it.joining._keys is not first, "the key may be another one by now: it is read again"
 
     agent(tmp_path, monkeypatch, play)
 

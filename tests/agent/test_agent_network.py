@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,14 @@ import pytest
 
 from groupio.agent import network
 from groupio.agent.driver import Driver
+from groupio.agent.identity import Writer
 from groupio.agent.network import Network, _listen
 from groupio.controller import messages as cm
+from groupio.controller.keys import Keys
+from groupio.controller.store import JobStore
 from groupio.controller.transport import ControlClient
 from groupio.errors import ControllerLost, GroupIOError, InvalidInput, from_wire
+from groupio.fabric.auth import key_of
 from groupio.fabric.open import open_fabric
 from groupio.fabric.tcp import TcpFabric
 from groupio.model import NodeLink
@@ -27,12 +33,20 @@ from groupio.protocol.wireform import WireForm
 from groupio.settings import Settings
 
 TOKEN = "t" * 32
+STORE = "5" * 32
+STORE_KEYS = replace(Keys.make(), of_store=True)
 
 
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GROUPIO_TOKEN", raising=False)
     monkeypatch.delenv("GROUPIO_TOKEN_FILE", raising=False)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        return int(there.getsockname()[1])
 
 
 class Around:
@@ -84,14 +98,61 @@ def test_where_an_agent_listens(configured: str | None, token: bool, host: str, 
 def test_the_way_in_is_opened_once_and_only_when_it_is_needed() -> None:
     async def script(it: Network, around: Around) -> None:
         assert it._gates == {}
-        address = it.gate_address()
-        assert address == it.gate_address()
+        address = it.gate_address(STORE, STORE_KEYS)
+        assert address == it.gate_address(STORE, STORE_KEYS)
         assert address.startswith("tcp://127.0.0.1:")
         assert not address.endswith(":0")
-        assert it.gate() is it.gate()
         assert len(it._gates) == 1
-        assert it.gate(0) is it.gate()
         assert len(it.life) == 32
+        other = it.gate_address("6" * 32, replace(Keys.make(), of_store=True))
+        assert other != address, "who has the key of one store is let in there only"
+        it.close_gate(STORE)
+        it.close_gate(STORE)
+        assert list(it._gates) == ["6" * 32]
+
+    play(script)
+
+
+def test_with_a_token_all_jobs_have_one_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUPIO_TOKEN", TOKEN)
+
+    async def script(it: Network, around: Around) -> None:
+        assert it.token is not None
+        assert it.gate_address("5" * 32, it.token) == it.gate_address("6" * 32, it.token)
+        it.close_gate("5" * 32)
+        assert len(it._gates) == 1
+
+    play(script)
+
+
+def test_a_stated_port_is_of_the_first_store(unused_port: int) -> None:
+    async def script(it: Network, around: Around) -> None:
+        assert it.gate_address(STORE, STORE_KEYS) == f"tcp://127.0.0.1:{unused_port}"
+        assert it.gate_address("6" * 32, replace(Keys.make(), of_store=True)).count(":") == 2
+
+    play(script, listen=f"127.0.0.1:{unused_port}")
+
+
+def test_a_store_with_another_key_has_another_way_in() -> None:
+    async def script(it: Network, around: Around) -> None:
+        before = it.gate_address(STORE, STORE_KEYS)
+        assert it.gate_address(STORE, replace(Keys.make(), of_store=True)) != before
+        assert len(it._gates) == 1
+
+    play(script)
+
+
+def test_without_a_token_the_key_is_in_the_store(tmp_path: Path) -> None:
+    async def script(it: Network, around: Around) -> None:
+        store = JobStore(str(tmp_path / "store"), "job", "n0", Writer.of_this_process())
+        store.follow(create=True)
+        keys = it.keys_of(store)
+        assert keys.of_store
+        assert (tmp_path / "store" / "controllers" / "key").stat().st_mode & 0o777 == 0o600
+        tcp = it.fabric
+        assert isinstance(tcp, TcpFabric)
+        assert tcp._keys.of(store.store_id) == key_of(keys.fabric_key)
+        store.close()
 
     play(script)
 
@@ -101,15 +162,19 @@ def test_agents_are_brought_to_the_controller_of_their_job() -> None:
         host = SimpleNamespace(store=SimpleNamespace(job="job", store_id="5" * 32))
         hello = cm.NodeHello(cm.CONTROL_VERSION, "1", "n1", "1" * 32, "job", "/s", "5" * 32)
         with pytest.raises(ControllerLost, match="not here; look"):
-            it._find(hello)
+            it._find("", hello)
         it.hosts["6" * 32] = host  # type: ignore[assignment]
-        with pytest.raises(ControllerLost, match="only that of job 'job'"):
-            it._find(hello)
+        with pytest.raises(ControllerLost) as caught:
+            it._find("", hello)
+        assert "6666" not in caught.value.message, "what else is here is not told"
         it.hosts["5" * 32] = host  # type: ignore[assignment]
-        assert it._find(hello) is host
+        assert it._find("", hello) is host
+        assert it._find("5" * 32, hello) is host
+        with pytest.raises(ControllerLost):
+            it._find("6" * 32, hello)
         host.store.job = "other"
         with pytest.raises(InvalidInput, match=r"means job 'job', and store .* job 'other'"):
-            it._find(hello)
+            it._find("", hello)
 
     play(script)
 
@@ -120,8 +185,8 @@ def test_the_way_in_says_that_the_controller_is_not_here() -> None:
         form = WireForm(cm.FROM_CONTROLLER)
         client = ControlClient(
             around.loop,
-            it.gate_address(),
-            None,
+            it.gate_address(STORE, STORE_KEYS),
+            STORE_KEYS,
             life="1" * 32,
             on_message=lambda payload: told.append(form.decode(payload)),
         )
@@ -156,7 +221,7 @@ def test_all_is_closed_at_the_end() -> None:
     before = threads()
 
     async def script(it: Network, around: Around) -> None:
-        host, _, port = it.gate_address().removeprefix("tcp://").rpartition(":")
+        host, _, port = it.gate_address(STORE, STORE_KEYS).removeprefix("tcp://").rpartition(":")
         it.fetching.submit(int)
         it.orders.submit(int)
         socket.create_connection((host, int(port))).close()
@@ -230,6 +295,9 @@ def test_an_address_of_another_machine_is_an_error_of_the_settings(
     with pytest.raises(InvalidInput, match=r"cannot listen on 192\.0\.2\.77.*GROUPIO_LISTEN"):
         made(listen="192.0.2.77")
     assert sorted(closed) == ["Reads", "TcpFabric"]
+    deadline = time.monotonic() + 20
+    while threads() - before and time.monotonic() < deadline:
+        time.sleep(0.005)
     assert threads() - before == set()
 
 

@@ -46,7 +46,7 @@ class Node:
     def __post_init__(self) -> None:
         self.arenas = [MemberArena()]
         self.holdings = Holdings(self.view)
-        self.fabric = TcpFabric()
+        self.fabric = TcpFabric(token=b"of both nodes")
         self.address = self.fabric.serve(self.holdings)
         self.threads = ThreadPoolExecutor(4)
         self.orders = ThreadPoolExecutor(2)

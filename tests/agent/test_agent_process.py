@@ -15,7 +15,7 @@ import pytest
 from agent_tools import WAIT_S
 
 from groupio import wire
-from groupio.agent import process
+from groupio.agent import process, spawn
 from groupio.agent.process import Residence
 from groupio.errors import AgentLost, InvalidInput
 
@@ -32,6 +32,34 @@ def test_the_directory_is_chosen_by_setting_then_session_then_user(
         assert process.runtime_paths(None, "1").directory == expected
     with pytest.raises(InvalidInput, match="not absolute"):
         process.runtime_paths("relative", "1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_an_inherited_session_directory_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after su and sudo -E: its owner could pose as the agent."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "theirs"))
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    paths = process.runtime_paths(None, "1")
+    assert paths.directory == Path(f"/tmp/groupio-{os.getuid()}")
+    assert f"XDG_RUNTIME_DIR={tmp_path / 'theirs'} is another user's" in paths.note
+    assert list((tmp_path / "theirs").iterdir()) == []
+    for _ in range(2):
+        spawn._say_once(paths.note)
+    assert caplog.text.count("is another user's") == 1
+    (tmp_path / "theirs" / "groupio").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs" / "groupio", 65534, 65534)
+    stated = process.runtime_paths(str(tmp_path / "theirs" / "groupio"), "1")
+    with pytest.raises(InvalidInput, match="belongs to user 65534, not to 0"):
+        process.make_runtime_dir(stated)
+    assert process.runtime_paths(str(tmp_path), "1").note == ""
+    os.seteuid(65533)
+    try:
+        assert process._owner_of(str(tmp_path / "theirs" / "groupio")) == -1
+    finally:
+        os.seteuid(0)
 
 
 def test_versions_live_side_by_side(tmp_path: Path) -> None:
@@ -196,3 +224,15 @@ def test_the_limit_of_open_files_is_raised() -> None:
         "assert raise_fd_limit() == 512\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+def test_the_agent_is_not_bound_to_its_starters_processors() -> None:
+    script = (
+        "import os\n"
+        "from groupio.agent.process import take_all_processors\n"
+        "whole = os.sched_getaffinity(0)\n"
+        "os.sched_setaffinity(0, {min(whole)})\n"
+        "assert take_all_processors() == (1, len(whole))\n"
+        "assert os.sched_getaffinity(0) == whole\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)

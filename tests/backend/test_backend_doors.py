@@ -20,7 +20,7 @@ from groupio.errors import InvalidInput, StorageError, StorageFull
 
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[Doors]:
-    with PosixBackend.open(tmp_path, create=True) as store, store.doors() as found:
+    with PosixBackend.open(tmp_path, create=True, file_mode=0o666) as store, store.doors() as found:
         yield found
 
 
@@ -102,10 +102,11 @@ def test_what_killed_processes_left_goes_after_an_hour(doors: Doors) -> None:
     assert names(doors) == [".7.tmp-new", "7", "8"]
 
 
-def test_a_door_has_the_permissions_of_the_segments(tmp_path: Path) -> None:
-    with PosixBackend.open(tmp_path, create=True, file_mode=0o640) as store:
+def test_a_door_has_the_modes_of_the_job_that_makes_it(tmp_path: Path) -> None:
+    """Also in a store that was made with others: it has copies of the values in it."""
+    with PosixBackend.open(tmp_path, create=True, file_mode=0o666) as store:
         store.ensure_store_record("job")
-    with PosixBackend.open(tmp_path, create=False) as store, store.doors() as doors:
+    with PosixBackend.open(tmp_path, create=False, umask=0o027) as store, store.doors() as doors:
         make(doors, "7", b"x")
     modes = [
         stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("dcp", "dcp/7", "dcp/7/.metadata")

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -143,17 +144,99 @@ def modes_under(path: Path) -> set[tuple[bool, int]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("file_mode", "expected"),
-    [(None, (0o600, 0o700)), (0o640, (0o640, 0o750)), (0o666, (0o666, 0o777))],
-)
-def test_file_modes(tmp_path: Path, file_mode: int | None, expected: tuple[int, int]) -> None:
-    with PosixBackend.open(tmp_path / "a" / "store", create=True, file_mode=file_mode) as store:
+def fill(path: Path, **modes: int | None) -> None:
+    """A store with one file of each kind."""
+    with PosixBackend.open(path, create=True, **modes) as store:
         store.ensure_store_record("job")
         store.prepare(KEY, b"x")
         segment = store.create_segment("s.seg")
         segment.sync_close(0)
+        with store.doors() as doors, doors.create("7") as door:
+            door.create(".metadata").sync_close()
+            door.publish()
+
+
+@pytest.fixture
+def private_umask() -> Iterator[None]:
+    """The agent's."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("file_mode", "umask", "expected"),
+    [
+        (None, 0o022, (0o644, 0o755)),
+        (None, 0o002, (0o664, 0o775)),
+        (None, 0o027, (0o640, 0o750)),
+        (None, 0o077, (0o600, 0o700)),
+        (None, 0o777, (0o600, 0o700)),
+        (0o640, 0o002, (0o640, 0o750)),
+        (0o666, 0o077, (0o666, 0o777)),
+    ],
+)
+@pytest.mark.usefixtures("private_umask")
+def test_file_modes(
+    tmp_path: Path, file_mode: int | None, umask: int, expected: tuple[int, int]
+) -> None:
+    """What a process with that umask would give, whatever the umask of this one."""
+    fill(tmp_path / "a" / "store", file_mode=file_mode, umask=umask)
     assert modes_under(tmp_path / "a") == {(False, expected[0]), (True, expected[1])}
+
+
+@pytest.mark.usefixtures("private_umask")
+def test_modes_of_this_process_where_no_others_are_given(tmp_path: Path) -> None:
+    os.umask(0o027)
+    fill(tmp_path / "a" / "store")
+    assert modes_under(tmp_path / "a") == {(False, 0o640), (True, 0o750)}
+
+
+@pytest.mark.parametrize("file_mode", [None, 0o660])
+@pytest.mark.usefixtures("private_umask")
+def test_a_directory_of_a_group_gives_its_group_to_all_below(
+    tmp_path: Path, file_mode: int | None
+) -> None:
+    (tmp_path / "shared").mkdir()
+    os.chown(tmp_path / "shared", -1, 4321)
+    (tmp_path / "shared").chmod(0o2775)
+    fill(tmp_path / "shared" / "store", umask=0o002, file_mode=file_mode)
+    found = [tmp_path / "shared" / "store", *(tmp_path / "shared" / "store").rglob("*")]
+    assert {path.stat().st_gid for path in found} == {4321}
+    folders = [stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()]
+    assert all(mode & 0o2070 == 0o2070 for mode in folders)
+
+
+@pytest.mark.usefixtures("private_umask")
+def test_a_directory_with_a_default_list_overrules_the_umask(tmp_path: Path) -> None:
+    """As for every tool: what is new below it gets what the list says."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    # user::rwx, group::r-x, mask::rwx, group 4321:rwx, other::---
+    entries = ((1, 7, -1), (4, 5, -1), (8, 7, 4321), (16, 7, -1), (32, 0, -1))
+    packed = [struct.pack("<HHi", tag, bits, number) for tag, bits, number in entries]
+    try:
+        os.setxattr(shared, "system.posix_acl_default", struct.pack("<I", 2) + b"".join(packed))
+    except OSError as error:
+        pytest.skip(f"peer not installed: access lists here ({error.strerror})")
+    fill(shared / "store", umask=0o077)
+    (shared / "plain").mkdir()
+    (shared / "plain" / "file").touch()
+    plain = (stat.S_IMODE((shared / "plain" / "file").stat().st_mode) & 0o777,
+             stat.S_IMODE((shared / "plain").stat().st_mode) & 0o777)  # fmt: skip
+    assert modes_under(shared / "store") == {(False, plain[0]), (True, plain[1])}
+
+
+def test_a_file_system_without_modes_is_no_error_unless_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    fill(tmp_path / "store", umask=0o002)
+    with pytest.raises(StorageError):
+        fill(tmp_path / "other", file_mode=0o666)
 
 
 @pytest.mark.parametrize("file_mode", [0o400, 0o770, 0o4600, -1])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_help import Command
 from store_maker import StoreMaker
 
+from groupio.agent import process
 from groupio.backend.base import BackendInfo
 from groupio.backend.posix import PosixBackend
 from groupio.cli import checks
@@ -184,3 +188,61 @@ def test_an_old_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.check_torch().verdict is Verdict.FAIL
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     assert checks.check_torch().verdict is Verdict.OK
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory whose parents let everybody pass."""
+    path = Path(tempfile.mkdtemp(prefix="groupio-doctor-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("umask", "group", "others"),
+    [(0o022, True, True), (0o027, True, False), (0o077, False, False)],
+)
+def test_who_can_read_a_store(reachable: Path, umask: int, group: bool, others: bool) -> None:
+    with PosixBackend.open(reachable / "s", create=True, umask=umask) as store:
+        store.ensure_store_record("job")
+    check = checks.check_access(str(reachable / "s"))
+    assert check.verdict is Verdict.OK
+    assert (check.data["group_reads"], check.data["others_read"]) == (group, others)
+    assert check.data["owner"] in check.finding
+    assert ("group root reads" in check.finding) is group
+    # One file that is not for the others is enough to keep them out.
+    segment = reachable / "s" / "segments" / "x.seg"
+    segment.touch()
+    segment.chmod(0o600)
+    check = checks.check_access(str(reachable / "s"))
+    assert not check.data["group_reads"]
+    assert not check.data["others_read"]
+    if group:
+        assert f"{segment} is not for the group" in check.advice
+
+
+def test_a_parent_that_lets_others_not_pass(reachable: Path) -> None:
+    with PosixBackend.open(reachable / "home" / "s", create=True, umask=0o022) as store:
+        store.ensure_store_record("job")
+    (reachable / "home").chmod(0o700)
+    check = checks.check_access(str(reachable / "home" / "s"))
+    assert check.verdict is Verdict.WARN
+    assert check.data["blocked_by"] == [str(reachable / "home")]
+    assert f"{reachable / 'home'} lets them not pass" in check.advice
+    assert not check.data["others_read"]
+    # The group of the store passes a directory of the same group.
+    (reachable / "home").chmod(0o710)
+    check = checks.check_access(str(reachable / "home" / "s"))
+    assert check.data["group_reads"]
+    assert not check.data["others_read"]
+
+
+def test_an_inherited_runtime_directory_of_another_user_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_owner_of", lambda directory: 4711)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    check = checks.check_runtime_dir(process.runtime_paths(None, "test"))
+    assert check.verdict is Verdict.WARN
+    assert str(tmp_path) in check.advice

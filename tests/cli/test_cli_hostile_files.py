@@ -167,3 +167,16 @@ def test_names_of_other_programs(groupio: Command, store: Path, name: bytes) -> 
             assert not done.err
     _recover(store)
     assert _read(store) == [10, 20]
+
+
+def test_a_store_whose_path_is_not_utf_8(groupio: Command, template: Path, tmp_path: Path) -> None:
+    """Commands read it, in text and in JSON; only a client refuses it."""
+    path = Path(shutil.copytree(template, tmp_path / os.fsdecode(b"s\xff")))
+    for command in (["ls"], ["show", "10"], ["verify"]):
+        for flags in ([], ["--json"]):
+            done = groupio(command[0], path, *command[1:], *flags)
+            assert (done.code, done.err) == (0, "")
+            done.out.encode()
+    done = groupio("ls", path / "absent")
+    assert done.code == 2
+    done.err.encode()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
+
 import pytest
 from cli_help import Command
 from store_maker import StoreMaker, state
 
+from groupio.cli.output import LazyArray, emit_json
 from groupio.model import DecisionKey
 
 
@@ -134,3 +138,23 @@ def test_help_and_version(groupio: Command) -> None:
         done = groupio(command, "--help")
         assert done.code == 0
         assert "--json" in done.out
+
+
+def test_json_is_written_piece_by_piece_and_reads_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writes: list[str] = []
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    body = {"none": LazyArray(0, lambda: iter(())), "rows": [{"n": 1}]}
+    made = LazyArray(100_000, lambda: ({"n": number} for number in range(100_000)))
+    monkeypatch.setattr("sys.stdout", Out())
+    emit_json("show", body | {"many": made})
+    whole = {"schema": "groupio/show/1", "none": [], "rows": [{"n": 1}]}
+    whole["many"] = [{"n": number} for number in range(100_000)]
+    assert "".join(writes) == json.dumps(whole, indent=2) + "\n"
+    assert max(map(len, writes)) < 1 << 18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from cli_help import Command
 from store_maker import StoreMaker, state
 
+from groupio.backend.base import FOLDERS
 from groupio.backend.posix import PosixBackend
 from groupio.cli.catalog import read_catalog
 from groupio.format.segment import SegmentReader
@@ -221,5 +223,34 @@ def test_unreadable_is_not_missing(
 def test_catalog_counts_aborts(maker: StoreMaker) -> None:
     maker.abort(DecisionKey(1, 30, 1))
     catalog = read_catalog(maker.backend)
-    assert list(catalog.aborted) == [DecisionKey(1, 30, 1)]
+    assert catalog.decisions.aborted == [DecisionKey(1, 30, 1)]
     assert catalog.visible == {10: FIRST, 20: SECOND}
+
+
+def test_unfinished_files_are_listed_and_removed_when_old(
+    groupio: Command, maker: StoreMaker
+) -> None:
+    names = [".tmp-0123", *(f"{folder}/.tmp-0123" for folder in FOLDERS)]
+    for name in names:
+        (maker.path / name).write_bytes(b"torn")
+    (maker.path / "dcp" / ".20.tmp-0123").mkdir(parents=True)
+    (maker.path / "dcp" / ".20.tmp-0123" / ".metadata").write_bytes(b"torn")
+    (maker.path / ".snapshot").mkdir()
+    paths = {f"{maker.path}/{name}" for name in (*names, "dcp/.20.tmp-0123")}
+    done = groupio("verify", maker.path, "--json")
+    assert done.code == 0
+    assert {row["path"] for row in done.json["leftovers"]} == paths
+    assert {row["state"] for row in done.json["leftovers"]} == {"garbage"}
+    assert maker.backend.remove_temporary(3600.0) == 0
+    for path in paths:
+        os.utime(path, (1, 1))
+    assert maker.backend.remove_temporary(3600.0) == len(paths)
+    assert groupio("verify", maker.path, "--json").json["leftovers"] == []
+    assert (maker.path / ".snapshot").is_dir(), "it is none of ours"
+
+
+def test_something_in_the_place_of_the_doors_stops_no_clearing(maker: StoreMaker) -> None:
+    (maker.path / "dcp").write_bytes(b"a file")
+    (maker.path / "epochs" / ".tmp-0123").touch()
+    os.utime(maker.path / "epochs" / ".tmp-0123", (1, 1))
+    assert maker.backend.remove_temporary(3600.0) == 1

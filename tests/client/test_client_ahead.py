@@ -11,9 +11,8 @@ from fake_agent import PAUSE_S, Background, FakeAgent
 
 import groupio
 from groupio.agent import spawn
-from groupio.client.ahead import connect_ahead as connect
-from groupio.client.ahead import expect_save
-from groupio.client.client import Client, unconnected
+from groupio.client.ahead import connect_ahead, expect_save
+from groupio.client.client import unconnected
 from groupio.errors import AgentLost
 from groupio.protocol import messages as msg
 
@@ -24,12 +23,6 @@ def ahead(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("GROUPIO_CLOSE_TIMEOUT_S", "0.2")
     yield tmp_path / "store"
     wait_for_threads()
-
-
-def connect_ahead(store: Path, *, rank: int, world_size: int) -> Client:
-    client = unconnected(store, rank=rank, world_size=world_size)
-    connect(client)
-    return client
 
 
 def wait_for_threads() -> None:
@@ -49,7 +42,7 @@ def test_connecting_ahead_waits_for_no_agent_and_a_save_waits_for_it(
         return agent.ensure(settings)
 
     monkeypatch.setattr(spawn, "ensure_agent", slow)
-    with connect_ahead(ahead, rank=1, world_size=2) as client:
+    with connect_ahead(unconnected(ahead, rank=1, world_size=2)) as client:
         assert client._connections == []
         saved = background.submit(client.save, {"a": 1}, epoch=1)
         started.set()
@@ -62,7 +55,7 @@ def test_connecting_ahead_waits_for_no_agent_and_a_save_waits_for_it(
 
 
 def test_an_expected_save_is_told_before_the_client_leaves(agent: FakeAgent, ahead: Path) -> None:
-    client = connect_ahead(ahead, rank=0, world_size=1)
+    client = connect_ahead(unconnected(ahead, rank=0, world_size=1))
     peer = agent.peer()
     expect_save(client, 5 << 20)
     wait_for_threads()
@@ -76,7 +69,7 @@ def test_an_expected_save_is_told_before_the_client_leaves(agent: FakeAgent, ahe
 
 def test_without_an_agent_nothing_is_raised_ahead(agent: FakeAgent, ahead: Path) -> None:
     agent.unavailable = AgentLost("there is none")
-    with connect_ahead(ahead, rank=0, world_size=1) as client:
+    with connect_ahead(unconnected(ahead, rank=0, world_size=1)) as client:
         expect_save(client, 1)
         wait_for_threads()
         agent.unavailable = None
@@ -86,4 +79,4 @@ def test_without_an_agent_nothing_is_raised_ahead(agent: FakeAgent, ahead: Path)
 
 def test_wrong_arguments_are_said_at_once(ahead: Path) -> None:
     with pytest.raises(groupio.InvalidInput, match="rank=2"):
-        connect_ahead(ahead, rank=2, world_size=2)
+        connect_ahead(unconnected(ahead, rank=2, world_size=2))

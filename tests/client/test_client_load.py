@@ -328,5 +328,7 @@ def test_the_store_may_be_closed_while_it_is_replaced(
     other.close()
     (tmp_path / "store").rename(tmp_path / "old")
     (tmp_path / "other").rename(tmp_path / "store")
-    assert client.load(1) == {"a": "other"}
+    with pytest.raises(groupio.StorageError, match="leads to another store now"):
+        client.load(1)
+    assert connect().load(1) == {"a": "other"}
     assert PosixBackend.open(tmp_path / "old", create=False).list("epochs")

@@ -149,7 +149,7 @@ class Custom:
     ("value", "says"),
     [
         (Custom(), "Custom"),
-        ({"a": [1, {2, 3}]}, r"\['a'\]\[1\] is of type set"),
+        ({"a": [1, object()]}, r"\['a'\]\[1\] is of type object"),
         (np.array([None]), "object"),
         (np.ma.masked_array([1], [True]), "masked"),
         (torch.zeros(2).to_sparse(), "sparse"),

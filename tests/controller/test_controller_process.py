@@ -79,3 +79,16 @@ def test_the_second_one_ends_at_once_and_says_who_rules(start: Any, tmp_path: Pa
     third = start(controller(store))
     assert third.news()["state"] == "rules"
     assert third.end(signal.SIGTERM)[0] == 0
+
+
+def test_one_with_another_secret_replaces_none_that_lives(start: Any, tmp_path: Path) -> None:
+    """It could not talk to the other's agents; neither finds out who has which by a try."""
+    store = tmp_path / "store"
+    for mine, theirs in (({}, {"GROUPIO_TOKEN": "5" * 32}), ({"GROUPIO_TOKEN": "5" * 32}, {})):
+        first = start(controller(store), **mine)
+        first.news()
+        second = start(controller(store), **theirs)
+        _, err = second.process.communicate(timeout=60)
+        assert second.process.returncode == 2
+        assert "another token than this process" in err
+        assert first.end(signal.SIGTERM)[0] == 0

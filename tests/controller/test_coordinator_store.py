@@ -271,3 +271,14 @@ def test_a_rule_in_the_store_is_a_record_with_a_checksum(store: PosixBackend) ->
     data = store.read(CONTROLLERS, "00000001")
     assert len(data) == len(encode_rule(rule))
     assert data.startswith(b"GRPIOREC")
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_record_says_which_keys_its_controller_takes(tmp_path: Path, by_token: bool) -> None:
+    with PosixBackend.open(tmp_path / "store", create=True) as backend:
+        with StoreCoordinator(backend, by_token=by_token) as one:
+            assert run_for(one, 1).by_token is by_token
+        with StoreCoordinator(backend) as other:
+            found = other.current(soon())
+            assert found is not None
+            assert found.by_token is by_token

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transport_tools import FAST, KEYS, Pair, Proxy, refused, until
+from transport_tools import FAST, KEYS, STORE_KEYS, Pair, Proxy, refused, until
 
 from groupio.controller.keys import Keys
 from groupio.controller.sockets import (
@@ -24,8 +24,8 @@ from groupio.protocol import link as lk
 from groupio.protocol.linkframe import Frame, FrameKind, encode_frame
 
 
-@pytest.mark.parametrize("keys", [KEYS, None], ids=["curve", "plain"])
-def test_messages_go_both_ways(keys: Keys | None) -> None:
+@pytest.mark.parametrize("keys", [KEYS, STORE_KEYS], ids=["token", "store"])
+def test_messages_go_both_ways(keys: Keys) -> None:
     async def main() -> None:
         async with Pair(keys=keys) as pair:
             client, told, link = await pair.connected()
@@ -201,9 +201,11 @@ def test_a_client_drops_noise_of_its_server(caplog: pytest.LogCaptureFixture) ->
     async def main() -> None:
         context = zmq.Context()
         fake = context.socket(zmq.ROUTER)
+        fake.setsockopt(zmq.CURVE_SERVER, 1)
+        fake.setsockopt(zmq.CURVE_SECRETKEY, KEYS.server_secret)
         port = fake.bind_to_random_port("tcp://127.0.0.1")
         loop = asyncio.get_running_loop()
-        client = ControlClient(loop, f"tcp://127.0.0.1:{port}", None, life="a", config=FAST)
+        client = ControlClient(loop, f"tcp://127.0.0.1:{port}", KEYS, life="a", config=FAST)
         await until(lambda: fake.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         route, _ = fake.recv_multipart()
         fake.send_multipart([route, b"noise"])

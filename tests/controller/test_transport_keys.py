@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
 
 import pytest
 import zmq
-from transport_tools import KEYS, Pair, Side, refused, until
+from transport_tools import KEYS, STORE_KEYS, Pair, Proxy, Side, refused, until
 
 from groupio.controller import transport
 from groupio.controller.keys import Keys
@@ -23,6 +24,7 @@ from groupio.controller.sockets import (
 )
 from groupio.controller.transport import ControlClient, ControlServer
 from groupio.errors import InvalidInput
+from groupio.protocol.linkframe import Frame, FrameKind, encode_frame
 
 OTHER = Keys.from_token(b"another token, not that of the job")
 
@@ -65,40 +67,87 @@ def test_the_right_listener_but_a_wrong_client_key(caplog: pytest.LogCaptureFixt
 def test_no_key_where_one_is_needed(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with Pair() as pair:
-            plain = Pair(keys=None)
-            _, told = plain.client(address=pair.server.address)
-            await until(lambda: told.lost)
-            assert told.lost[0].endswith("and no token there?")
+            context = zmq.Context()
+            plain = context.socket(zmq.DEALER)
+            plain.connect(pair.server.address)
+            plain.send(encode_frame(Frame("a" * 32 + ".1", "", FrameKind.OPEN)))
+            await until(lambda: refused(caplog))
+            assert not plain.poll(200), "not a word comes back"
             assert pair.links == []
-            plain.server.close()
+            plain.close(linger=0)
+            context.term()
 
     asyncio.run(main())
     assert refused(caplog)
     assert all(line.endswith("wrong or missing key") for line in refused(caplog))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]", "192.0.2.7"])
-def test_no_listening_to_the_world_without_a_key(host: str) -> None:
+def test_a_recorded_handshake_lets_in_whoever_replays_it_no_more() -> None:
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        with pytest.raises(InvalidInput, match=r"will not listen on .* without a key"):
-            ControlServer(loop, f"tcp://{host}:0", None, print, life="b")
+        async with Pair() as pair, Proxy(pair.server.address) as proxy:
+            client, _, link = await pair.connected(proxy.address)
+            client.send(b"secret")
+            await until(lambda: link.messages == [b"secret"])
+            recorded = bytes(proxy.heard["server"])
+            assert b"secret" not in recorded
+            assert b"secret" not in proxy.heard["client"]
+            host, port = split_address(pair.server.address)
+            for end in (64, 64 + 200, len(recorded)):
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(recorded[:end])
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(0.5):
+                        while await reader.read(1 << 16):
+                            pass
+                writer.close()
+            assert len(pair.links) == 1
+            assert link.messages == [b"secret"]
+            assert not link.lost
 
     asyncio.run(main())
 
 
-def test_no_connecting_to_the_world_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("place", [150, 200, 270])
+def test_a_handshake_that_is_changed_on_the_way_comes_to_nothing(side: str, place: int) -> None:
+    """The first 64 bytes of each side are ZeroMQ's greeting; what follows is under a key."""
+
+    async def main() -> None:
+        async with Pair() as pair, Proxy(pair.server.address) as proxy:
+            proxy.flips[side] = place
+            _, told = pair.client(address=proxy.address)
+            await until(lambda: len(proxy.heard[side]) > place)
+            with pytest.raises(TimeoutError):
+                await until(lambda: told.peer, 0.5)
+            assert pair.links == []
+            proxy.flips.clear()
+            await pair.connected(proxy.address)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]", "192.0.2.7"])
+def test_no_listening_to_the_world_without_a_token(host: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(InvalidInput, match=r"will not listen on .* without a token"):
+            ControlServer(loop, f"tcp://{host}:0", STORE_KEYS, print, life="b")
+
+    asyncio.run(main())
+
+
+def test_no_connecting_to_the_world_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with pytest.raises(InvalidInput, match=r"will not connect to tcp://192\.0\.2\.7:7400 "):
-            ControlClient(loop, "tcp://192.0.2.7:7400", None, life="a")
+            ControlClient(loop, "tcp://192.0.2.7:7400", STORE_KEYS, life="a")
 
         async def found(*_: object, **__: object) -> object:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 7400))]
 
         monkeypatch.setattr(loop, "getaddrinfo", found)
         side = Side()
-        ControlClient(loop, "tcp://node7:7400", None, life="a", on_lost=side.lost.append)
+        ControlClient(loop, "tcp://node7:7400", STORE_KEYS, life="a", on_lost=side.lost.append)
         await until(lambda: side.lost)
         assert "will not connect to tcp://node7:7400" in side.lost[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from groupio.controller.transport import ControlClient, ControlServer, Peer
 from groupio.protocol.linkconfig import LinkConfig
 
 KEYS = Keys.from_token(b"the token of all transport tests")
+STORE_KEYS = replace(Keys.from_token(b"what is in the store of the tests"), of_store=True)
 FAST = LinkConfig(
     heartbeat_s=0.1, silence_s=1.0, probe_s=0.2, retry_s=0.1, retry_max_s=0.3, ack_delay_s=0.01
 )
@@ -57,7 +59,7 @@ class Pair:
     """A server with all its links, and clients of it."""
 
     def __init__(
-        self, *, keys: Keys | None = KEYS, address: str = "tcp://127.0.0.1:0",
+        self, *, keys: Keys = KEYS, address: str = "tcp://127.0.0.1:0",
         config: LinkConfig = FAST,
     ) -> None:  # fmt: skip
         self.loop = asyncio.get_running_loop()
@@ -108,11 +110,17 @@ class Pair:
 
 
 class Proxy:
-    """TCP between a client and a server; ``deaf`` sides hear nothing any more."""
+    """TCP between a client and a server; ``deaf`` sides hear nothing any more.
+
+    ``heard`` is what each side heard. A side in ``flips`` hears that byte of each connection with
+    another bit.
+    """
 
     def __init__(self, target: str) -> None:
         self.host, self.port = split_address(target)
         self.deaf: set[str] = set()
+        self.flips: dict[str, int] = {}
+        self.heard = {"client": bytearray(), "server": bytearray()}
         self.writers: list[asyncio.StreamWriter] = []
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -147,9 +155,16 @@ class Proxy:
     async def _carry(
         self, side: str, source: asyncio.StreamReader, target: asyncio.StreamWriter
     ) -> None:
+        done = 0
         with contextlib.suppress(ConnectionError):
             while data := await source.read(1 << 16):
+                if side in self.flips and done <= (spot := self.flips[side]) < done + len(data):
+                    changed = bytearray(data)
+                    changed[spot - done] ^= 1
+                    data = bytes(changed)
+                done += len(data)
                 if side not in self.deaf:
+                    self.heard[side] += data
                     target.write(data)
                     await target.drain()
         target.transport.abort()

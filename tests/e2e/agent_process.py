@@ -24,9 +24,10 @@ from typing import Any
 from groupio.agent import __main__ as agent
 from groupio.agent import links, unjoined
 from groupio.agent.segment_writer import SegmentWriter
+from groupio.controller import store
 from groupio.controller.store import JobStore
 from groupio.fabric.tcp import TcpFabric
-from groupio.protocol import following, joining
+from groupio.protocol import following, joining, proving
 from groupio.protocol.linkconfig import LinkConfig
 from groupio.settings import Settings
 
@@ -81,6 +82,8 @@ def hurry() -> None:
     set_links(heartbeat_s=0.3, silence_s=2.0, retry_max_s=1.0)
     following.RECONNECT_S = 1.5
     joining.RESUME_S = 3.0
+    proving.PROOF_S = 2.0
+    store.LOOK_S = 2.0
     unjoined.REFUSED_S = 4.0
 
 

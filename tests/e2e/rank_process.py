@@ -21,6 +21,8 @@ from groupio.errors import AgentLost, GroupIOError, to_wire
 
 client: groupio.Client | None = None
 handles: dict[int, groupio.SaveHandle] = {}
+made: dict[str, dict[str, Any]] = {}
+"""Items of saves to come, by name."""
 
 
 def value(spec: Any) -> Any:
@@ -64,6 +66,23 @@ def times(handle: groupio.SaveHandle) -> dict[str, Any]:
     }
 
 
+def cycles(
+    store: str, count: int, first: int, save: bool = False, stores: int = 1, **connect: Any
+) -> dict[str, Any]:
+    """Connect and close so often, one client after the other, with a save and now and then a load
+    in between; ``stores`` are taken in turn."""
+    for number in range(first, first + count):
+        path = f"{store}{number % stores}"
+        with groupio.connect(path, **connect) as one:
+            if save:
+                handle = one.save({"x": number, "y": b"y" * 5000}, epoch=number)
+                handle.wait("durable", timeout_s=60)
+                if number % 10 == 0:
+                    assert one.load()["x"] == number
+                    assert one.epochs()[-1].epoch == number
+    return {}
+
+
 def run(command: dict[str, Any]) -> dict[str, Any]:
     global client
     what = command.pop("do")
@@ -73,7 +92,8 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             return {}
         case "save":
             assert client is not None
-            items = items_of(command.pop("items"))
+            spec = command.pop("items")
+            items = made.pop(spec) if isinstance(spec, str) else items_of(spec)
             handle = client.save(items, **command)
             handles[command["epoch"]] = handle
             for array in items.values():
@@ -81,6 +101,9 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
                     array.fill(0)  # what was saved are the bytes at the call
             error = handle.error
             return {"error": to_wire(error) if error else None, "times": times(handle)}
+        case "make":
+            made[command["name"]] = items_of(command["items"])
+            return {}
         case "hold_copies":
             hold_copies(command["folder"])
             return {}
@@ -114,6 +137,8 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             assert client is not None
             client.close()
             return {}
+        case "cycles":
+            return cycles(**command)
         case "fds":
             return {"fds": len(os.listdir("/proc/self/fd"))}
     raise AssertionError(what)

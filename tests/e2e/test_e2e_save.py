@@ -249,6 +249,50 @@ def test_older_epoch_and_rewind(node: Any, tmp_path: Path) -> None:
     assert again[0].ask("epochs")["epochs"] == [1, 2, 2, 3]
 
 
+def test_going_on_from_an_older_epoch(node: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ranks = node.world(2, store)
+    for epoch in (1, 2, 4, 6):
+        save_all(ranks, epoch, lambda r, e=epoch: 10 * e + r)
+    ranks[0].kill()
+    again = node.rank(0, 1, store)
+    again.ask("load", expect=data(20), epoch=2)
+    # Rank 1 of the incarnation before still runs: its line is not taken from it.
+    error = from_wire(again.ask("save", epoch=3, items=data(0), deadline_s=30)["error"])
+    assert isinstance(error, StaleEpoch)
+    assert f"pid {ranks[1].pid}" in error.message
+    assert "connect(rewind_to=2)" in error.message
+    ranks[1].kill()
+    node.until(lambda s: len(s["clients"]) == 1)
+    # The save failed for certain, so the rank still goes on after what it loaded.
+    save_all([again], 4, lambda r: 90 + r)
+    again.ask("load", expect=data(90))
+    again.ask("load", expect=data(60), epoch=6)
+    save_all([again], 5, lambda r: 50 + r)
+    assert again.ask("epochs")["epochs"] == [1, 2, 4, 4, 5, 6]
+
+
+def test_ranks_that_loaded_different_epochs(node: Any, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ranks = node.world(2, store)
+    for epoch in (1, 2, 6):
+        save_all(ranks, epoch, lambda r, e=epoch: 10 * e + r)
+    for one in ranks:
+        one.ask("close")
+    again = node.world(2, store)
+    again[0].ask("load", expect=data(10), epoch=1)
+    again[1].ask("load", expect=data(21), epoch=2)
+    again[0].send("save", epoch=3, items=data(0), deadline_s=30)
+    for answer in (again[1].ask("save", epoch=3, items=data(1), deadline_s=30), again[0].answer()):
+        error = from_wire(answer["error"])
+        assert isinstance(error, InvalidInput)
+        assert "rank 0 goes on after epoch 1" in error.message
+        assert "rank 1 goes on after epoch 2" in error.message
+    # A newer epoch goes on in the old line.
+    save_all(again, 7, lambda r: 70 + r)
+    assert again[0].ask("epochs")["epochs"] == [1, 2, 6, 7]
+
+
 def test_two_ranks_with_one_number(node: Any, tmp_path: Path) -> None:
     ranks = [node.rank(r, 2, tmp_path / "store") for r in (0, 1, 1)]
     for one in ranks[:2]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from groupio.fabric.auth import (
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
+    JobKeys,
     Refused,
     key_of,
     prove_client,
@@ -19,6 +21,11 @@ from groupio.fabric.auth import (
 )
 
 KEY = key_of(b"token")
+
+
+def known(job: str) -> bytes:
+    """The key of every job."""
+    return KEY
 
 
 class End:
@@ -73,7 +80,7 @@ def meet(client_key: bytes, server_key: bytes, job: str = "job") -> tuple[object
 
     def serve() -> None:
         try:
-            results.append(prove_server(server, server_key))
+            results.append(prove_server(server, lambda job: server_key))
         except ConnectionError as error:
             results.append(error)
             server.hang_up()
@@ -102,7 +109,7 @@ def test_nonces_and_proofs_are_new_each_time() -> None:
     assert sent[0] != sent[1]
 
 
-@pytest.mark.parametrize("other", [key_of(None), key_of(b"other"), key_of(b"token ")])
+@pytest.mark.parametrize("other", [key_of(b""), key_of(b"other"), key_of(b"token ")])
 def test_other_token_is_refused_by_both(other: bytes) -> None:
     for client_key, server_key in ((KEY, other), (other, KEY)):
         ours, theirs, client, _ = meet(client_key, server_key)
@@ -111,15 +118,60 @@ def test_other_token_is_refused_by_both(other: bytes) -> None:
         assert len(client.sent) == 1, "no proof goes to a server that does not know the token"
 
 
-def test_no_token_is_a_key_that_all_know() -> None:
-    assert key_of(None) == key_of(b"")
-    assert len({key_of(None), key_of(b"a"), key_of(b"b")}) == 3
+def test_without_a_token_each_job_has_its_own_key_and_others_have_none() -> None:
+    here, there = JobKeys(None), JobKeys(None)
+    assert here.of("job") != there.of("job"), "no key that everybody could make"
+    for keys in (here, there):
+        keys.add("job", b"secret")
+    assert here.of("job") == there.of("job") == key_of(b"secret")
+    assert here.of("other") != there.of("other")
+    here.add("job", b"changed")
+    assert here.of("job") == key_of(b"changed")
+    with_token = JobKeys(b"token")
+    with_token.add("job", b"secret")
+    assert (with_token.of("job"), with_token.of("other")) == (key_of(b"secret"), KEY)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_any_changed_bit_of_a_handshake_ends_it(number: int) -> None:
+    """Messages of the two ends in the order in which they go: hello, answer, proof."""
+    for place in (0, 9, 40, 43, -1):
+        client, server = pair()
+        sender = (client, server, client)[number]
+        left = [0 if number < 2 else 1]
+        send = sender.send
+
+        def tampered(data: bytes, send: Any = send, left: Any = left, at: int = place) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                left[0] = 1 << 20
+                spot = at % len(data)
+                data = data[:spot] + bytes([data[spot] ^ 1]) + data[spot + 1 :]
+            send(data)
+
+        sender.send = tampered  # type: ignore[method-assign]
+        refusals: list[object] = []
+
+        def serve(server: End = server, refusals: list[object] = refusals) -> None:
+            try:
+                prove_server(server, known)
+            except ConnectionError as error:
+                refusals.append(error)
+            server.hang_up()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConnectionError):
+            prove_client(client, KEY, "job")
+        client.hang_up()
+        thread.join(timeout=10)
+        assert refusals, f"byte {place} of message {number} was changed and nothing was noticed"
 
 
 def test_replayed_client_is_refused() -> None:
     _, _, client, _ = meet(KEY, KEY)
     with pytest.raises(Refused):
-        prove_server(fed(*client.sent), KEY)
+        prove_server(fed(*client.sent), known)
 
 
 def test_replayed_server_is_refused() -> None:
@@ -141,7 +193,7 @@ def test_reflected_proof_is_refused() -> None:
             return end.receive(nbytes)
 
     with pytest.raises(Refused):
-        prove_server(Mirror(), KEY)
+        prove_server(Mirror(), known)
 
 
 def test_proof_is_for_one_job() -> None:
@@ -157,7 +209,7 @@ def test_proof_is_for_one_job() -> None:
 
     def serve() -> None:
         with pytest.raises(ConnectionError):
-            prove_server(server, KEY)
+            prove_server(server, known)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -178,7 +230,7 @@ def test_proof_is_for_one_job() -> None:
 def test_other_protocols_are_refused_unanswered(hello: bytes) -> None:
     end = fed(hello)
     with pytest.raises(Refused):
-        prove_server(end, KEY)
+        prove_server(end, known)
     assert end.sent == []
     assert end.received <= 41
 
@@ -196,7 +248,7 @@ def test_job_that_is_no_text_is_refused() -> None:
 def test_little_is_read_before_the_proof() -> None:
     end = fed(MAGIC + os.urandom(NONCE_BYTES) + b"\xff" + b"j" * 255, bytes(1 << 20))
     with pytest.raises(Refused):
-        prove_server(end, KEY)
+        prove_server(end, known)
     assert end.received == 41 + 255 + PROOF_BYTES
 
 
@@ -212,7 +264,7 @@ def test_server_without_a_welcome_is_refused() -> None:
             return self.end.receive(nbytes)
 
     client, server = pair()
-    thread = threading.Thread(target=prove_server, args=(NoWelcome(server), KEY))
+    thread = threading.Thread(target=prove_server, args=(NoWelcome(server), known))
     thread.start()
     with pytest.raises(Refused):
         prove_client(client, KEY, "job")

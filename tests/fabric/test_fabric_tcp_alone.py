@@ -76,7 +76,7 @@ class Liar:
         sock, _ = self._listener.accept()
         stream = Stream(sock, Pacer(), soon(10))
         try:
-            prove_server(stream, key_of(TOKEN))
+            prove_server(stream, lambda job: key_of(TOKEN))
             stream.receive(frames.REQUEST.size + frames.WANT.size)
             for message in self._says:
                 stream.send(message)
@@ -135,6 +135,7 @@ def test_liar_that_answers_twice_is_dropped() -> None:
     [
         frames.REQUEST.pack(frames.PULL, 0, 0, 0, 0),
         frames.REQUEST.pack(frames.PULL, frames.WANTS_MAX + 1, 0, 0, 0),
+        frames.REQUEST.pack(frames.PULL, 2, frames.TAGS - 1, 0, 0),
         frames.REQUEST.pack(frames.PULL, 0xFFFFFFFF, 0, 0, 0),
         frames.REQUEST.pack(frames.PROBE, 0, 0, 0, frames.PROBE_BYTES_MAX + 1),
         frames.REQUEST.pack(9, 1, 0, 0, 0),

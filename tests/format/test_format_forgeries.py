@@ -107,6 +107,7 @@ FORGERIES: list[tuple[str, Any, str]] = [
     ("member count", root(17, 3), "for 12 numbers"),
     ("root is a map", lambda f: f.root.clear(), "root cannot be read"),
     ("section too long", section("digests", stored=1 << 62), "do not fit"),
+    ("section over its numbers", section("members", stored=100), "more than 64"),
     ("section digest", section("offsets", digest=bytes(32)), "digest of section offsets"),
     ("section raw", section("lengths", raw=1 << 50), "numbers"),
     ("bomb", section("segments", raw=1 << 28), "claims to unpack"),
@@ -209,7 +210,7 @@ def test_nonsense_under_right_digests_is_found(change: Any, why: str) -> None:
 def test_refs_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_manifest(sample_manifest())
     monkeypatch.setattr("groupio.format.manifest.CHUNKS_MAX", 1)
-    with pytest.raises(IntegrityError, match="cannot be an array"):
+    with pytest.raises(IntegrityError, match="block 1 takes 8 bytes, more than 4"):
         reader_of(data).member(0)
 
 
@@ -217,7 +218,7 @@ def test_tables_over_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("groupio.format.manifest.ITEM_TABLE_BYTES_MAX", 2)
     raw = Section(3, 3, 0, blake3(b"abc").digest())
     for block in ((raw, b"abc"), TABLES[0]):
-        with pytest.raises(IntegrityError, match=r"larger than 2|claims to unpack"):
+        with pytest.raises(IntegrityError, match="more than 2"):
             reader_of(forged(with_blocks(block, REFS[0], TABLES[1], REFS[1]))).member(0)
 
 

@@ -117,6 +117,7 @@ def test_lineages_come_back(number: int, data: Any) -> None:
         nodes,
         st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
         times,
+        st.booleans(),
     )
 )
 def test_controller_records_come_back(record: ControllerRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from groupio.format.structure import (
     Step,
     decode_structure,
     encode_structure,
-    make_container,
+    make_branch,
     name_leaves,
     owner_of,
     part_name,
@@ -28,7 +28,11 @@ from groupio.format.structure import (
     rebuild,
 )
 
-KINDS = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+Pair = namedtuple("Pair", "a b")
+
+KINDS = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple", Counter: "Counter",
+         defaultdict: "defaultdict", UserDict: "UserDict", UserList: "UserList", deque: "deque",
+         Pair: "namedtuple"}  # fmt: skip
 
 
 def tree_of(value: Any, path: tuple[Step, ...] = ()) -> Branch | Leaf:
@@ -36,7 +40,13 @@ def tree_of(value: Any, path: tuple[Step, ...] = ()) -> Branch | Leaf:
     if type(value) not in KINDS:
         return Leaf(path, value)
     branch = Branch(path, KINDS[type(value)])
-    indexed = type(value) in (list, tuple)
+    if isinstance(value, Pair):
+        branch.detail = ("Pair", Pair._fields)
+    elif isinstance(value, deque):
+        branch.detail = value.maxlen
+    elif isinstance(value, defaultdict):
+        branch.detail = "int"
+    indexed = not branch.keyed
     for key, child in enumerate(value) if indexed else value.items():
         branch.children[key] = tree_of(child, (*path, Step(key, indexed)))
     return branch
@@ -93,6 +103,51 @@ def test_the_record_stays_as_it_is() -> None:
     assert tokens == [1, "{", 2, "a", "[", 2, "=", "(", 1, "=", "o", "{o", 1, 3, "="]
 
 
+def test_the_record_of_newer_containers_stays_as_it_is() -> None:
+    root = tree({"c": Counter({5: 2}), "p": Pair(1, 2), "q": deque([3], 4)})
+    branch = root.children["c"]
+    assert isinstance(branch, Branch)
+    branch.was = "own.Tally"
+    tokens = encode_structure(root)
+    assert tokens == [
+        2, "{", 3, "c", "+", (None, "own.Tally"), "{Counter", 1, 5, "=",
+        "p", "+", (("Pair", ("a", "b")), ""), "(namedtuple", 2, "=", "=",
+        "q", "+", (4, ""), "[deque", 1, "=",
+    ]  # fmt: skip
+    back = decode_structure(tokens)
+    assert encode_structure(back) == tokens
+    assert [one.was for one in back.branches()] == ["", "own.Tally", "", ""]
+
+
+def test_the_versions_of_a_module_come_back() -> None:
+    root = Branch((), "odict", {"w": Leaf((Step("w", False),))}, detail={"": {"version": 2}})
+    name_leaves(list(root.leaves()))
+    made = rebuild(decode_structure(encode_structure(root)), lambda leaf: 1)
+    assert type(made) is OrderedDict
+    assert made._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["{", 1, "a", "+"],
+        ["{", 1, "a", "+", None, "{", 0],
+        ["{", 1, "a", "+", (None, 1), "{", 0],
+        ["{", 1, "a", "+", (1, ""), "{", 0],
+        ["{", 1, "a", "+", (1, ""), "{o", 0],
+        ["{", 1, "a", "+", (None, ""), "="],
+        ["{", 1, "a", "(namedtuple", 0],
+        ["{", 1, "a", "+", (("A", ("x",)), ""), "(namedtuple", 0],
+        ["{", 1, "a", "+", (("A", "x"), ""), "(namedtuple", 1, "="],
+        ["{", 1, "a", "+", ("eval", ""), "{defaultdict", 0],
+        ["{", 1, "a", "+", (0, ""), "[deque", 1, "="],
+    ],
+)
+def test_malformed_details(tokens: list[Any]) -> None:
+    with pytest.raises(FormatError, match="malformed"):
+        decode_structure([2, *tokens])
+
+
 def test_names_that_would_be_two_values_are_escaped() -> None:
     state = {"a.b": 1, "a": {"b": 2, 1: 3, "1": 4}, "c": [5], "c.0": 6, "free": 7}
     found = names(state)
@@ -143,14 +198,14 @@ def test_paths_are_told_as_in_python() -> None:
     [("dict", {"a": 1}), ("odict", OrderedDict(a=1)), ("list", [1]), ("tuple", (1,))],
 )
 def test_containers_are_made_of_their_kind(kind: str, made: Any) -> None:
-    found = make_container(kind, {"a": 1})
+    found = make_branch(Branch((), kind), {"a": 1})
     assert found == made
     assert type(found) is type(made)
 
 
 @pytest.mark.parametrize(
     ("tokens", "version"),
-    [(None, "NoneType"), ({}, "dict"), ([], "list"), ([2, "{", 0], "2"), (["1"], "'1'")],
+    [(None, "NoneType"), ({}, "dict"), ([], "list"), ([3, "{", 0], "3"), (["1"], "'1'")],
 )
 def test_records_of_another_version(tokens: Any, version: str) -> None:
     with pytest.raises(FormatError, match=f"of version '?{version}"):
@@ -198,6 +253,12 @@ nested = st.recursive(
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(keys, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=3).map(UserDict)
+        | st.dictionaries(keys, st.integers(), max_size=3).map(Counter)
+        | st.dictionaries(keys, inner, max_size=3).map(lambda made: defaultdict(int, made))
+        | st.lists(inner, max_size=3).map(UserList)
+        | st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(0, 4))
+        | st.builds(Pair, inner, inner)
     ),
     max_leaves=12,
 )
@@ -211,7 +272,8 @@ def test_any_nesting_comes_back(state: dict[Any, Any]) -> None:
 
 
 tokens_of = st.lists(
-    st.sampled_from(["{", "[", "(", "{o", "=", "=n", "a", "b", 0, 1, 2, None, True]), max_size=12
+    st.sampled_from(["{", "[", "(", "{o", "{Counter", "=", "=n", "a", "b", 0, 1, 2, None, True]),
+    max_size=12,
 )
 
 
@@ -221,7 +283,7 @@ def test_any_record_is_read_or_refused(tokens: list[Any]) -> None:
         root = decode_structure([1, *tokens])
     except FormatError:
         return
-    assert encode_structure(root) == [1, *tokens]
+    assert encode_structure(root)[1:] == tokens
 
 
 @pytest.mark.parametrize("name", ["w", "groupio:path:['a']", "a:b", ""])

@@ -199,6 +199,7 @@ class Interpreter:
             job=given.get("job"),
             launch_id=given.get("launch"),
             gave_up=gave_up,
+            has_saved="saved" in line.flags,
         )
         self.control(arrived)
 
@@ -232,6 +233,9 @@ class Interpreter:
                 door=given.get("door", ""),
                 replicas=int(given.get("replicas", "1")),
                 total_bytes=layout.total_bytes,
+                resumed_from=key_of(given["loaded"]) if "loaded" in given else None,
+                begin_after=int(given["after"]) if "after" in given else None,
+                side=given.get("side", "core"),
             )
         )
 
@@ -275,7 +279,7 @@ class Interpreter:
         """A client closes: it writes no more, but its process lives on."""
         client = self.clients[line.flags[0]]
         self.machine(client.node, ev.MemberGone(client.name, process_gone=True))
-        self.control(ev.MemberGone(client.name, process_gone=False))
+        self.control(ev.MemberGone(client.name, process_gone=False, closed=True))
 
     def do_mapped(self, line: Line) -> None:
         """A client has mapped what it got ahead: ``at`` an offset, so many bytes."""

@@ -30,6 +30,7 @@ class NodesInterpreter(Interpreter):
         self.domains: dict[str, str] = {}
         self.lost: set[str] = set()
         self.plan: fx.MakePlan | None = None
+        self.proof = 0
         self.opens: dict[tuple[str, int], ev.MemberOpened] = {}
         self.arrived: dict[str, ev.ClientArrived] = {}
         self.numbers = count(1)
@@ -58,6 +59,8 @@ class NodesInterpreter(Interpreter):
     def execute(self, node: str, effect: fx.Effect) -> None:
         super().execute(node, effect)
         match effect:
+            case fx.LeaveMark(proof=number):
+                self.proof = number
             case fx.MakePlan():
                 self.plan = effect
             case fx.TellFailed(seat=seat):
@@ -100,6 +103,7 @@ class NodesInterpreter(Interpreter):
                     address=f"tcp://{node}",
                     link=NodeLink(node, 1e9, 1e10, self.domains[node]),
                     store_id=given.get("store", "s1"),
+                    path=f"/store/of/{node}",
                     held=held,
                     clients=tuple(self.arrived[n] for n in here if n in self.arrived),
                     opens=tuple(
@@ -172,6 +176,51 @@ class NodesInterpreter(Interpreter):
 
     def do_replaced_store(self, line: Line) -> None:
         self.control(ev.StoreUnavailable(replaced()))
+
+    # -- commands: proofs ---------------------------------------------------------
+
+    def do_proves(self, line: Line) -> None:
+        """Agents have to prove from now on that they see the controller's store."""
+        self.controller.proves = True
+
+    def _failed(self, line: Line) -> Any:
+        return away() if "away" in line.flags else line.error()
+
+    def do_mark_left(self, line: Line) -> None:
+        """The controller's mark of a proof is there, or could not be left."""
+        number = line.number("proof", self.proof)
+        error = self._failed(line)
+        name = "" if error is not None else f"m{number:g}"
+        self.control(ev.MarkLeft(int(number), name, name.encode(), "/store", error))
+
+    def do_shows(self, line: Line) -> None:
+        """A node answers: ``absent``, ``other``, an error, or what is under the mark."""
+        node, *what = line.flags
+        name = line.given.get("mark", f"m{self.proof}")
+        error = self._failed(line)
+        if error is not None or "absent" in what:
+            self.control(ev.StoreShown(node, name, error=error))
+            return
+        content = b"other" if "other" in what else name.encode()
+        own = f"s{name[1:]}"
+        self.control(ev.StoreShown(node, name, content, own, own.encode()))
+
+    def do_finds(self, line: Line) -> None:
+        """The controller looks for the node's mark: ``absent``, ``other``, an error, or it."""
+        number = int(line.number("proof", self.proof))
+        found = b"" if "absent" in line.flags else f"s{number}".encode()
+        found = b"other" if "other" in line.flags else found
+        self.control(ev.MarkFound(number, found, self._failed(line)))
+
+    def do_proved(self, line: Line) -> None:
+        """All of the newest proof, without a word."""
+        self.do_mark_left(line)
+        self.do_shows(line)
+        self.do_finds(line)
+
+    def do_reopened(self, line: Line) -> None:
+        """A node, or the controller, opened its store anew."""
+        self.control(ev.NodeReopened(line.flags[0]) if line.flags else ev.StoreRenewed())
 
     # -- commands: planned groups ---------------------------------------------------------
 

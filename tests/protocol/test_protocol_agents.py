@@ -475,3 +475,13 @@ def test_only_the_newest_refusals_are_remembered() -> None:
 def test_absurd_replicas_are_refused(replicas: int) -> None:
     error = reasons.absurd(opened(0, 1, 1, replicas=replicas))
     assert "replicas" in str(error)
+
+
+def test_an_agent_knows_whose_saves_it_holds() -> None:
+    agent = begun(machine())
+    assert not agent.has_save("c0")
+    seat = fx.MemberSeat(0, "c0", 1)
+    agent.handle(ev.LeaseAsked("c0", 1, 0, layout_of(100), opened(0, 5)))
+    agent.handle(fx.AdmitGroup("n0", 2, DecisionKey(1, 6, 1), (seat,), True, "wait"))
+    assert agent.has_save("c0")
+    assert not agent.has_save("c1")

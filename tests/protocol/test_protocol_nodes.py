@@ -12,6 +12,7 @@ from world_nodes import NodesWorld
 
 from groupio.model import Level
 from groupio.protocol import effects as fx
+from groupio.protocol import proving
 
 MIB = 1 << 20
 KINDS = ("store", "order", "report", "message", "copy", "job", "plan")
@@ -32,7 +33,9 @@ def faults(rng: random.Random, rate: float) -> Callable[[Any], str]:
     return fault
 
 
-def live(world: NodesWorld, rng: random.Random, steps: int, rate: float) -> None:
+def live(
+    world: NodesWorld, rng: random.Random, steps: int, rate: float, *, copies: float = 0.0
+) -> None:
     world.store.fault = faults(rng, rng.choice((0, rate, rate)))
     rate *= rng.choice((0.05, 0.2, 1.0))
     world.store.node_local = rng.random() < 0.3
@@ -40,6 +43,11 @@ def live(world: NodesWorld, rng: random.Random, steps: int, rate: float) -> None
     for step in range(steps):
         if step % 50 == 0:
             weights = {kind: rng.choice((0.02, 1.0)) for kind in KINDS}
+        if copies and rng.random() < copies:
+            world.turn(rng.choice(sorted(world.machines)[1:]), copy=rng.random() < 0.5)
+        looks = sorted(name for name in world.timers if name.startswith("proof"))
+        if copies and looks and rng.random() < 0.1:
+            world.fire(rng.choice(looks))
         dice = rng.random()
         pending = world.pending()
         ranks = world.active()
@@ -72,6 +80,8 @@ def live(world: NodesWorld, rng: random.Random, steps: int, rate: float) -> None
 
 def finish(world: NodesWorld, rng: random.Random) -> None:
     world.store.fault = lambda effect: ""
+    for node in sorted(world.copies):
+        world.turn(node, copy=False)
     world.settle(rng.randrange)
     world.reopen(rng.randrange)
     world.check_rest()
@@ -101,3 +111,24 @@ def test_anything_may_happen_to_nodes(nodes: int, replicas: int, rate: float) ->
         except BaseException as error:
             error.add_note(f"seed {seed}, {nodes} node(s), {replicas} replicas, rate {rate}")
             raise
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.15])
+def test_nodes_may_see_a_copy_of_the_store(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they write is not there when the record is made; their members hear it, and no other."""
+    monkeypatch.setattr(proving, "PROOF_S", 0.04)
+    refused = told = 0
+    for seed in range(3 * SEEDS):
+        rng = random.Random(seed)
+        world = NodesWorld(nodes=3, budget=48 * MIB, replicas=rng.choice((1, 2)))
+        try:
+            live(world, rng, 400, rate, copies=rng.choice((0.01, 0.05)))
+            finish(world, rng)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, rate {rate}")
+            raise
+        refused += world.refused
+        errors = [s.error for r in world.ranks.values() for s in r.saves.values() if s.error]
+        told += sum("is not the store" in error.message for error in errors)
+    assert refused > 10
+    assert told > 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import typing
 from itertools import pairwise
 from typing import Any
@@ -12,15 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from protocol_help import opened
 
-from groupio.errors import GroupAborted, GroupTimeout, LateMember
+from groupio.errors import GroupAborted, GroupTimeout, LateMember, StorageError
 from groupio.model import EPOCH_MAX, DecisionKey, Lineage
+from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
 from groupio.protocol import messages as msg
 from groupio.protocol import reasons
 from groupio.protocol.agent import AgentMachine
+from groupio.protocol.controller import Controller
 from groupio.protocol.group import Group, Phase
 from groupio.protocol.ledger import EXTENT_ALIGN, Extent, Ledger, Use, extent_bytes
+from groupio.protocol.lives import STALE_REMEMBERED
 from groupio.protocol.missed import EPOCHS_REMEMBERED, Missed
 
 
@@ -198,11 +202,50 @@ def test_only_the_newest_epochs_are_remembered() -> None:
         missed.note(given_up(epoch))
     assert missed.tell(opened(1, 3, 0)) is None
     assert missed.tell(opened(1, 3, 1)) is not None
-    missed.forget()
+    missed.forget(None)
     assert missed.tell(opened(2, 3, 1)) is None
+
+
+def test_another_launch_missed_nothing_that_the_store_refused_to_this_one() -> None:
+    for launch, told in ((None, True), ("next", False)):
+        missed = Missed()
+        missed.refused([opened(0, 3, 5)], StorageError("it is read-only"), {5: {1}})
+        missed.forget(launch)
+        assert missed.tell(opened(1, 3, 5)) is None
+        assert (missed.tell(opened(2, 3, 5)) is not None) == told
 
 
 def test_long_lists_of_ranks_are_cut() -> None:
     assert reasons.ranks(tuple(range(16))).endswith("14, 15")
     assert reasons.ranks(tuple(range(1000))).endswith("15 and 984 more")
     assert reasons.causes(GroupAborted("x", members=(3, 1))) == (3, 1)
+
+
+def test_of_stale_saves_the_oldest_epochs_are_forgotten() -> None:
+    controller = Controller()
+    controller.handle(opened(0, 2, 99))
+    commit = ev.CommittedEpoch(DecisionKey(1, 99, 1), 1, b"x")
+    state = ev.StoreState("job", (), (commit,), (), 1)
+    controller.handle(ev.StoreOpened(state))
+    for epoch in range(STALE_REMEMBERED + 1):
+        controller.handle(opened(1, 2, epoch, save_id=2 + epoch))
+    origin = DecisionKey(1, 99, 1)
+
+    def answers(epoch: int, save_id: int) -> bool:
+        asked = opened(0, 2, epoch, save_id=save_id, begin_after=0, resumed_from=origin)
+        return any(isinstance(e, fx.TellFailed) for e in controller.handle(asked))
+
+    assert answers(1, 2)
+    assert not answers(0, 3)
+
+
+def test_a_path_without_its_store_is_an_error_that_says_what_to_do() -> None:
+    gone = reasons.store_gone("/store")
+    assert (gone.path, gone.errno) == ("/store", errno.ENOENT)
+    assert not reasons.is_away(gone)
+    other = reasons.other_store("/store", "a" * 32, "b" * 32)
+    assert reasons.is_away(other)
+    assert not reasons.may_return(other)
+    for error in (gone, other):
+        assert error.message.startswith(("the store that was at /store", "/store leads to"))
+        assert "connect again" in error.message

@@ -15,6 +15,8 @@ from world import World
 
 from groupio.model import Level
 from groupio.protocol import effects as fx
+from groupio.protocol.controller import Controller
+from groupio.protocol.members import Incarnation
 
 MIB = 1 << 20
 KINDS = ("store", "order", "report", "message", "copy", "job")
@@ -63,6 +65,8 @@ def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
             world.withdraw(rng.choice([r for r in ranks if r.busy]))
         elif dice < 0.8 * rate and world.timers:
             world.fire(rng.choice(sorted(world.timers)))
+        elif dice < 0.9 * rate and world.shown() and not any(r.busy for r in world.current()):
+            world.reload(rng.choice(list(world.shown().values())))
         elif dice < 0.22 and any(not r.busy for r in ranks):
             save(world, rng, rate)
         elif dice < 0.25 and ranks:
@@ -75,11 +79,14 @@ def live(world: World, rng: random.Random, steps: int, rate: float) -> None:
 def relaunch(world: World, rng: random.Random) -> None:
     """The job begins again, perhaps at an older epoch, perhaps with other ranks."""
     rewind = rng.choice((None, None, world.latest(), max(-1, world.latest() - 2)))
+    shown = world.shown()
+    loads = rng.choice([None, *shown.values()]) if rewind is None else None
     world.launch(
         rng.choice((1, 2, 2, 3, 4)),
         back=rng.choice((0, 1, 1)),
         rewind_to=None if rewind == -1 else rewind,
         zombies=rng.random() < 0.3,
+        loads=loads,
     )
 
 
@@ -244,3 +251,30 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def run_worlds(seeds: range) -> int:
+    """Lines that saves began in these worlds."""
+    begun = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        world = World(nodes=rng.choice((1, 2)))
+        live(world, rng, 2000, 0.02)
+        begun += sum(1 for line in world.store.lineages.values() if line.number in world.begun)
+    return begun
+
+
+def test_saves_begin_lines_in_the_worlds() -> None:
+    assert run_worlds(range(20)) > 10
+
+
+@pytest.mark.parametrize("guard", ["the others have ended", "own commits stay"])
+def test_a_line_that_begins_without_a_guard_is_noticed(
+    guard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if guard == "the others have ended":
+        monkeypatch.setattr(Controller, "_not_ended", lambda self, event: None)
+    else:
+        monkeypatch.setattr(Incarnation, "newest", property(lambda self: -1, lambda *_: None))
+    with pytest.raises(AssertionError, match=r"begins|rewinds"):
+        run_worlds(range(60))

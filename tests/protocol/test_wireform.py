@@ -243,6 +243,11 @@ def test_a_member_without_a_table() -> None:
         form.decode(data)
 
 
+def array_bytes(word: bytes, shape: tuple[int, ...], raw: bytes, ndim: int = -1) -> bytes:
+    head = word.ljust(4, b"\0") + bytes([len(shape) if ndim < 0 else ndim])
+    return head + b"".join(n.to_bytes(8, "little") for n in shape) + raw
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -255,6 +260,7 @@ def test_a_member_without_a_table() -> None:
         {"kind": ["GroupTimeout"], "message": "m"},
         [1],
         "text",
+        msgspec.msgpack.Ext(1, array_bytes(b"|u1", (1, 32), bytes(32))),
     ],
 )  # fmt: skip
 def test_broken_errors(error: Any) -> None:
@@ -270,11 +276,6 @@ def test_an_error_keeps_its_fields() -> None:
     back = form.decode(form.encode(ev.NodeFailed(1, "n0", error))).error
     assert type(back) is GroupTimeout
     assert vars(back) == vars(error)
-
-
-def array_bytes(word: bytes, shape: tuple[int, ...], raw: bytes, ndim: int = -1) -> bytes:
-    head = word.ljust(4, b"\0") + bytes([len(shape) if ndim < 0 else ndim])
-    return head + b"".join(n.to_bytes(8, "little") for n in shape) + raw
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def _to_store(effect: fx.Effect) -> str | None:
             return text + (", may drop its segments" if effect.drop_segments_if_full else "")
         case fx.ForgetInflight(group=g, key=key):
             return f"store: forget g{g} {short(key)}"
+        case fx.LeaveMark(node=node, proof=number):
+            return f"store: leave a mark for {node}, proof {number}"
+        case fx.FindMark(node=node, proof=number, name=name):
+            return f"store: find the mark {name} of {node}, proof {number}"
+        case fx.RemoveMarks(own=own, shown=shown):
+            return f"store: remove marks {' '.join((*own, *shown))}"
     return None
 
 
@@ -127,6 +133,8 @@ def _of_nodes(effect: fx.Effect) -> str | None:
             return f"{node} <- store g{g} round {effect.round}: {_ordered(effect.order)}"
         case fx.StoreAgain(node=node, group=g):
             return f"{node} <- store g{g} again"
+        case fx.ShowStore(node=node, name=name):
+            return f"{node} <- show the store, mark {name}"
         case fx.TakeRoom(node=node, group=g):
             return f"{node} <- room for {in_mib(effect.replica_bytes)} of g{g}"
         case fx.AdoptGroup(node=node, key=key, group=g):

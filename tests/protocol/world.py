@@ -17,7 +17,7 @@ from model_store import ModelStore
 from protocol_help import layout_of, opened, report_of
 
 from groupio.errors import GroupAborted, Outcome
-from groupio.model import Level
+from groupio.model import DecisionKey, Level, Lineage
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
@@ -60,6 +60,12 @@ class World:
         self.heard: dict[str, tuple[int, int]] = {}
         """When the controller heard of each client's arrival and of its process's end (0: not)."""
         self.launches = 0
+        self.loads: dict[int, DecisionKey | None] = {}
+        """The older epoch that each launch loaded by its number."""
+        self.reloaded: set[int] = set()
+        """Launches that loaded an epoch again after they had saved."""
+        self.begun: set[int] = set()
+        """Lineages that saves began."""
         self.last: tuple[str, Any] = ("", ev.TimerFired(""))
         self._pids = count(1000)
         self._names = count(1)
@@ -68,9 +74,15 @@ class World:
     # -- what ranks do ---------------------------------------------------------
 
     def launch(
-        self, world: int, *, back: int = 1, rewind_to: int | None = None, zombies: bool = False
+        self,
+        world: int,
+        *,
+        back: int = 1,
+        rewind_to: int | None = None,
+        zombies: bool = False,
+        loads: DecisionKey | None = None,
     ) -> None:
-        """Start the job's processes, to go on after the newest epoch.
+        """Start the job's processes, to go on after the newest epoch, or after the one it loads.
 
         The old ones end before, unless as ``zombies`` they do not know yet that they should.
         """
@@ -79,6 +91,8 @@ class World:
                 self.kill(rank)
         self.launches += 1
         start = self.latest() if rewind_to is None else rewind_to
+        start = start if loads is None else loads.epoch
+        self.loads[self.launches] = loads
         for number in range(world):
             node = f"n{number % len(self.machines)}"
             pid = next(self._pids)
@@ -112,11 +126,15 @@ class World:
         )
         self.ranks[name].outbox.append(arrived)
 
-    def latest(self) -> int:
-        """The newest epoch of the line, as a reader of the store finds it; -1 if none."""
+    def shown(self) -> dict[int, DecisionKey]:
+        """The epochs of the line, as a reader of the store finds them."""
         table = lines.by_number(self.store.lineages.values())
         commits = [key for key, record in self.store.records.items() if record.commit]
-        return max(lines.visible(commits, table, lines.current(table)), default=-1)
+        return lines.visible(commits, table, lines.current(table))
+
+    def latest(self) -> int:
+        """The newest epoch of the line, -1 if there is none."""
+        return max(self.shown(), default=-1)
 
     def current(self) -> list[Rank]:
         """The ranks of the newest launch that can still act."""
@@ -133,6 +151,9 @@ class World:
         rank.saves[save_id] = Save(save_id, rank.next_epoch, content)
         rank.next_epoch += 1
         layout = layout_of(size)
+        others = [s for i, s in rank.saves.items() if i != save_id and s.error is None]
+        if not others or rank.launch in self.reloaded:
+            fields.setdefault("resumed_from", self.loads[rank.launch])
         rank.outbox.append(ev.LeaseAsked(rank.name, save_id, rank.rank, layout))
         rank.outbox.append(
             opened(
@@ -148,6 +169,13 @@ class World:
                 **fields,
             )
         )
+
+    def reload(self, key: DecisionKey) -> None:
+        """The ranks load an older epoch, and go on after it."""
+        self.loads[self.launches] = key
+        self.reloaded.add(self.launches)
+        for rank in self.current():
+            rank.next_epoch = key.epoch + 1
 
     def expect(self, rank: Rank, size: int) -> None:
         """The rank says how much its first save will take."""
@@ -307,6 +335,8 @@ class World:
                 assert isinstance(effect, STORE_EFFECTS), effect
                 if isinstance(effect, fx.PrepareEpoch):
                     self._check_whole(effect)
+                if isinstance(effect, fx.CreateLineage):
+                    self._check_line(effect.lineage)
                 if isinstance(effect, fx.CompareEpoch):
                     known = self.controller.committed[effect.key]
                     assert known == self.store.records[effect.key].content
@@ -384,6 +414,23 @@ class World:
         found = sorted(m.rank for report in effect.reports for m in report.members)
         assert found == list(range(effect.world_size)) == sorted(members)
         assert len({self.ranks[client].launch for client, _ in members.values()}) == 1
+
+    def _check_line(self, line: Lineage) -> None:
+        """A line that a save begins abandons nothing of its own launch, or of one that runs."""
+        group = self.controller.groups.get(self.controller._begins)
+        if group is None or group.first.begin_after is not None:
+            return  # somebody asked for it
+        launch = self.ranks[group.first.client].launch
+        self.begun.add(line.number)
+        assert group.first.resumed_from is not None
+        assert line.after_epoch == group.first.resumed_from.epoch
+        assert {self.ranks[s.opened.client].launch for s in group.seats.values()} == {launch}
+        for rank in self.ranks.values():
+            if rank.launch == launch:
+                saved = [s.epoch for s in rank.saves.values() if Level.DURABLE in s.levels]
+                assert max(saved, default=-1) <= line.after_epoch, f"{line} rewinds {saved}"
+            elif rank.alive and any(s.key is not None for s in rank.saves.values()):
+                assert rank.name not in self.controller._clients, f"{rank} runs, and {line} begins"
 
     def _check_nobody_is_missed_in_vain(self) -> None:
         """A group that waits for a rank whose end its members saw waits a short while only."""

@@ -10,7 +10,7 @@ from model_flush import CHUNK, PlannedJob, away, bad_block, chunks_of, run_order
 from model_ranks import Rank
 from world import STORE_EFFECTS, World
 
-from groupio.errors import Outcome
+from groupio.errors import Outcome, StorageError
 from groupio.model import DecisionKey, Level, NodeLink
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -19,6 +19,7 @@ from groupio.protocol.controller import Controller
 from groupio.protocol.ledger import Ledger, Use
 from groupio.protocol.storing import make_plan
 
+MARKS = (fx.LeaveMark, fx.FindMark, fx.RemoveMarks)
 TOLD = (fx.TellReached, fx.TellFailed, fx.TellUnreachable)
 LATER = (ev.MemberGone, ev.MemberFailed)
 """What an agent tells again after it was cut off."""
@@ -39,6 +40,11 @@ class NodesWorld(World):
         self.orphaned: list[fx.Effect] = []
         """Store tasks of earlier controllers; nobody hears their answers."""
         self.terms = 0
+        self.marks: dict[str, bytes] = {}
+        """What is in the store under the names of marks, of both sides."""
+        self.copies: set[str] = set()
+        """Nodes whose path leads to a copy of the store."""
+        self.refused = 0
         for machine in self.machines.values():
             machine.keeps_content = True
         self.new_controller()
@@ -48,10 +54,10 @@ class NodesWorld(World):
     def new_controller(self) -> None:
         """The controller is lost; another one begins, and all agents join it."""
         self.terms += 1
-        self.controller = Controller(numbers=self.numbers, resumes=True)
+        self.controller = Controller(numbers=self.numbers, resumes=True, proves=True)
         self.timers.clear()
         self.plans.clear()
-        self.orphaned += self.tasks
+        self.orphaned += [task for task in self.tasks if not isinstance(task, MARKS)]
         self.tasks.clear()
         for node, machine in self.machines.items():
             self.machine(node, ev.ControllerLeft(tuple(machine.groups)))
@@ -71,6 +77,12 @@ class NodesWorld(World):
         self._tell_loss(node, str(self.lives[node]))
         self.reports[node].append(self.joined(node))
         self.reports[node] += later
+
+    def turn(self, node: str, *, copy: bool) -> None:
+        """From now on the node sees a copy of the store, or the store itself again."""
+        if copy != (node in self.copies):
+            self.copies ^= {node}
+            self.reports[node].append(ev.NodeReopened(node))
 
     def _tell_loss(self, node: str, life: str) -> None:
         """The controller learns that the life it knows of the node is over."""
@@ -153,6 +165,55 @@ class NodesWorld(World):
             )
         super().deliver(rank, event)
 
+    # -- marks ---------------------------------------------------------
+
+    def _store_step(self, effect: fx.Effect) -> None:
+        if isinstance(effect, MARKS):
+            self.tasks.remove(effect)
+            answer = self._mark(effect)
+            if answer is not None:
+                self.control(answer)
+            return
+        lost = isinstance(effect, fx.PrepareEpoch) and not _placed(effect) <= self.durable.get(
+            effect.key, set()
+        )
+        if lost:
+            # As the driver looks every segment up before it makes the record.
+            assert isinstance(effect, fx.PrepareEpoch)
+            self.tasks.remove(effect)
+            self.control(ev.Prepared(effect.group, error=StorageError("it is not there")))
+            return
+        super()._store_step(effect)
+
+    def _mark(self, effect: fx.Effect) -> Any:
+        fault = self.store.fault(effect)
+        error = (away() if fault == "before" else bad_block()) if fault else None
+        match effect:
+            case fx.LeaveMark(proof=number):
+                name = f"{self.terms}-{number}"
+                if error is None:
+                    self.marks[name] = name.encode()
+                return ev.MarkLeft(number, name if error is None else "", name.encode(), "", error)
+            case fx.FindMark(proof=number, name=name):
+                return ev.MarkFound(number, self.marks.get(name, b""), error)
+            case fx.RemoveMarks(own=own, shown=shown):
+                for name in (*own, *shown):
+                    self.marks.pop(name, None)
+        return None
+
+    def _show(self, order: fx.ShowStore) -> None:
+        node, name = order.node, order.name
+        fault = self.store.fault(order)
+        found = b"" if node in self.copies else self.marks.get(name, b"")
+        shown = ev.StoreShown(node, name, found)
+        if fault:
+            shown = ev.StoreShown(node, name, error=away() if fault == "before" else bad_block())
+        elif found:
+            own = f"{node}-{name}"
+            self.marks[own] = own.encode()
+            shown = ev.StoreShown(node, name, found, own, own.encode())
+        self.reports[node].append(shown)
+
     # -- steps ---------------------------------------------------------
 
     def pending(self) -> list[tuple[str, Callable[[], None]]]:
@@ -182,6 +243,8 @@ class NodesWorld(World):
         effect = self.orders[node].popleft()
         if isinstance(effect, TOLD):
             self._tell(effect)
+        elif isinstance(effect, fx.ShowStore):
+            self._show(effect)
         else:
             self.machine(node, effect)
 
@@ -269,6 +332,8 @@ class NodesWorld(World):
 
     def _write(self, job: PlannedJob, digests: set[bytes]) -> None:
         job.written |= digests
+        if job.node in self.copies:
+            return
         self.durable.setdefault(job.key, set()).update(digests)
 
     def _note_held(self, job: PlannedJob) -> None:
@@ -299,10 +364,18 @@ class NodesWorld(World):
                 seats = next((m for m in self.groups.values() if self._key_of(m) == key), {})
                 self.groups.setdefault(group, seats)
                 self._to(effect.node, effect)
-            case fx.RefuseNode():
-                raise AssertionError(effect)
+            case fx.RefuseNode(node=node):
+                assert "is not the store" in effect.error.message
+                self.refused += 1
+                assert node in self.copies or any(
+                    isinstance(e, ev.NodeReopened) for e in self.reports[node]
+                )
+                self.reports[node].append(self.joined(node))
+            case _ if isinstance(effect, MARKS):
+                self.tasks.append(effect)
             case (
-                fx.StoreChunks(node=node)
+                fx.ShowStore(node=node)
+                | fx.StoreChunks(node=node)
                 | fx.StoreAgain(node=node)
                 | fx.TakeRoom(node=node)
                 | fx.RetractGroup(node=node)
@@ -375,13 +448,7 @@ class NodesWorld(World):
 
     def _check_durable(self, effect: fx.PrepareEpoch) -> None:
         members = self.groups[effect.group]
-        placed = {
-            row.tobytes()
-            for report in effect.reports
-            for row in report.chunks.digests[report.chunks.segments >= 0]
-        }
-        assert placed <= self.durable[effect.key]
-        assert self._digests(members) <= placed
+        assert self._digests(members) <= _placed(effect)
 
     def _check_replicated(self, seat: fx.MemberSeat) -> None:
         members = next(m for m in self.groups.values() if (seat.client, seat.save_id) in m.values())
@@ -417,6 +484,15 @@ class NodesWorld(World):
             assert set(machine.arenas) <= alive
         assert not self.jobs
         self._check_history()
+
+
+def _placed(effect: fx.PrepareEpoch) -> set[bytes]:
+    """The chunks that the epoch finds in segments."""
+    return {
+        row.tobytes()
+        for report in effect.reports
+        for row in report.chunks.digests[report.chunks.segments >= 0]
+    }
 
 
 __all__ = ["STORE_EFFECTS", "NodesWorld"]

@@ -20,9 +20,11 @@ FOUND_BY = {
     "decision key": None,
     "attempt fence": None,
     "incarnation fence": None,
+    "others ended": 8,
     "arena fence": None,
     "fingerprint check": None,
     "deadline": 13,
+    "store proof": 2,
 }
 """The invariant that breaks first without this guard; None: more than one may."""
 

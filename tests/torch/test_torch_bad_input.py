@@ -59,7 +59,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "object": (Thing, "Thing"),
     "module": (lambda: torch.nn.Linear(2, 2), "state_dict()"),
     "function": (lambda: print, "functions are code"),
-    "set": (lambda: {1, 2}, "list"),
     "subclass": (lambda: torch.ones(2).as_subclass(Odd), "subclass"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), "sparse"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from groupio.format.structure import (
     path_text,
     rebuild,
 )
-from groupio.torch.flatten import flatten
+from groupio.torch.flatten import dcp_tree, flatten
 
 T = torch.tensor
 
@@ -127,11 +127,9 @@ Pair = namedtuple("Pair", "a b")
     [
         (print, "functions are code"),
         (torch.nn.Linear(1, 1), "state_dict()"),
-        ({1, 2}, "list"),
+        (torch.tensor, "functions are code"),
         (bytearray(b"x"), "bytes(...)"),
         (torch.float32, "str(...)"),
-        (torch.Size([1]), "convert it"),
-        (Pair(1, 2), "convert it"),
         (torch.Generator(), "get_state()"),
         (object(), "plain values"),
     ],
@@ -164,9 +162,53 @@ def test_bad_keys_roots_and_cycles_are_refused() -> None:
         flatten({"x" * 5000: 1})
 
 
-def test_mappings_of_other_types_become_dicts() -> None:
-    state = {"d": defaultdict(list, {"k": [1]})}
-    assert type(round_trip(state)["d"]) is dict
+class Settings(dict[str, Any]):
+    pass
+
+
+def test_containers_of_the_standard_library_stay_what_they_are() -> None:
+    state = {
+        "d": defaultdict(list, {"k": [1]}), "c": Counter({5: 2, "5": 1}), "u": UserDict({1: T(1)}),
+        "q": deque([T(1), 2], 3), "p": Pair(T(1), {"x": 1}), "l": UserList([T(2)]),
+        "o": OrderedDict({2: T(1)}), "odd": defaultdict(lambda: 1, x=1), "own": Settings(x=1),
+    }  # fmt: skip
+    back = round_trip(state)
+    assert back["p"]._fields == ("a", "b")
+    assert type(back["p"]).__name__ == "Pair"
+    assert back["d"].default_factory is list
+    assert back["q"].maxlen == 3
+    for key in "dcuqlo":
+        assert type(back[key]) is type(state[key])
+        assert repr(back[key]) == repr(state[key])
+    assert type(back["odd"]) is type(back["own"]) is dict
+    was = {branch.path[0].key: branch.was for branch in flatten(state).branches() if branch.was}
+    assert was == {"odd": "collections.defaultdict", "own": "test_torch_flatten.Settings"}
+
+
+def test_versions_of_modules_stay_in_their_state_dict() -> None:
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    back = round_trip({"m": state})["m"]
+    assert back._metadata == state._metadata
+    assert back._metadata["0"]["version"] == 2
+
+
+@pytest.mark.parametrize("state", [{"a": {"x": 1}, "a.x": 2}, {"a": {1: 1, "1": 2}}])
+def test_names_that_dcp_cannot_tell_apart_are_refused_with_both_paths(state: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        dcp_tree(state)
+    paths = [path_text(leaf.path) for leaf in flatten(state).leaves()]
+    assert all(path in caught.value.message for path in paths)
+    assert round_trip(state) == state
+
+
+def test_the_tree_of_dcp_has_its_names() -> None:
+    state = {"t": (1, {"x": 2}), "l": [1, [T(1)]], "p": [1, 2], "c": Counter({5: 2}), "q": deque()}
+    flat, _ = flatten_state_dict(state)
+    assert [leaf.name for leaf in dcp_tree(state).leaves()] == list(flat)
+    loop: dict[str, Any] = {"a": [{}]}
+    loop["a"][0]["b"] = loop
+    with pytest.raises(InvalidInput, match=r"contains itself at \['a'\]\[0\]\['b'\]"):
+        dcp_tree(loop)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +216,7 @@ def test_mappings_of_other_types_become_dicts() -> None:
     [
         None,
         [],
-        [2, "{", 0],
+        [3, "{", 0],
         [1],
         [1, "="],
         [1, "{", 1],

@@ -289,7 +289,7 @@ def test_what_cannot_be_saved_says_where(store: str) -> None:
     with pytest.raises(InvalidInput, match=r"\['a'\].*sparse"):
         gt.save({"a": torch.ones(2).to_sparse()}, store, step=1)
     with pytest.raises(InvalidInput, match=r"'k'"):
-        gt.save({"k": [1, {2, 3}]}, store, step=1)
+        gt.save({"k": [1, {2, print}]}, store, step=1)
     with pytest.raises(InvalidInput, match="verify_replicas"):
         gt.save({"k": 1}, store, step=1, verify_replicas="some")
     with pytest.raises(InvalidInput, match="dcp_door"):

@@ -41,6 +41,10 @@ def main(arguments: list[str] | None = None) -> int:
             process.detach()
         set_up_log(paths.log, settings.log_level, capture_stdio=not options.foreground)
         process.raise_fd_limit()
+        if not options.foreground:
+            before, now = process.take_all_processors()
+            if now != before:
+                log.info("running on %d processors; its starter was bound to %d", now, before)
         residence = process.Residence.take(paths)
     except (GroupIOError, OSError, msgspec.MsgspecError) as error:
         if signal_ready is not None:
@@ -49,8 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(_serve(settings, residence, signal_ready))
-    except Exception:
+    except Exception as error:
         log.critical("the agent ended with an error", exc_info=True)
+        if signal_ready is not None and not signal_ready.is_used:
+            signal_ready.failed(str(error) or type(error).__name__)
         return 1
     finally:
         residence.close()

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from groupio.errors import StagingFull
+from groupio.exhaustion import exhausted
 from groupio.model import PAGE_BYTES
 
 _MADV_POPULATE_READ = 22
@@ -61,15 +61,31 @@ class MemberArena:
     """One memfd; offsets and lengths are bytes, multiples of PAGE_BYTES. Thread-safe."""
 
     def __init__(self, name: str = "groupio-arena") -> None:
-        self._fd = sealed_memfd(name)
+        self._name = name
+        self._fd = -1
+        self._users = 0
+        """Calls that are using the descriptor outside the lock."""
+        self._closed = False
         self._size = 0
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._lock = threading.Lock()
 
     @property
     def fd(self) -> int:
-        """The descriptor to hand to the rank; owned by the arena. -1 after ``close``."""
-        return self._fd
+        """The descriptor to hand to the rank; owned by the arena. -1 after ``close``.
+
+        Made when it is first needed: OSError when the system has none to give, and the next save
+        tries again.
+        """
+        with self._lock:
+            if self._fd < 0 and not self._closed:
+                self._fd = sealed_memfd(self._name)
+            return self._fd
+
+    @property
+    def is_closed(self) -> bool:
+        """``close`` was called."""
+        return self._closed
 
     def map(self, offset: int, length: int) -> memoryview:
         """The bytes of an extent, writable; from the cache when a cached map covers it."""
@@ -84,12 +100,10 @@ class MemberArena:
 
         Call it from a background thread: the interpreter lock is free meanwhile. Content that is
         there stays. StagingFull when the system has no memory; the extent is then partly filled.
+        ValueError when the arena is closed meanwhile.
         """
         view = self.map(offset, length)
-        with self._lock:
-            # Of its own: the number of a descriptor that ``close`` frees meanwhile may be given
-            # to another file, which must not grow instead.
-            fd = os.dup(self._fd)
+        fd = self._use()
         try:
             for start in range(0, length, _SLICE_BYTES):
                 if should_stop is not None and should_stop():
@@ -100,13 +114,9 @@ class MemberArena:
         except OSError as error:
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
                 raise
-            raise StagingFull(
-                f"the system has no memory for {length} bytes of the arena "
-                f"({error.strerror}); lower the memory budget (GROUPIO_MEMORY_BYTES)",
-                needed=length,
-            ) from error
+            raise exhausted(error, "fill the arena with memory", needed=length) from error
         finally:
-            os.close(fd)
+            self._use_no_more()
 
     def punch(self, offset: int, length: int) -> None:
         """Give the memory of an extent back to the system; its bytes read as zero afterwards.
@@ -119,36 +129,58 @@ class MemberArena:
                 if start < offset + length and offset < start + size:
                     _drop(self._maps.pop((start, size)))
             length = min(length, self._size - offset)
-            if length <= 0 or self._fd < 0:
+            if length <= 0 or self._closed:
                 return  # it has no memory there
-            # Of its own, for the same reason as in ``populate``.
-            fd = os.dup(self._fd)
+        fd = self._use()
         try:
             if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, length):
                 number = ctypes.get_errno()
                 raise OSError(number, f"punching an arena: {os.strerror(number)}")
         finally:
-            os.close(fd)
+            self._use_no_more()
+
+    def _use(self) -> int:
+        """The descriptor, which stays open until :meth:`_use_no_more`.
+
+        Its number could else be given to another file while a call takes long. ValueError when it
+        is closed.
+        """
+        with self._lock:
+            if self._fd < 0 or self._closed:
+                raise ValueError("the arena was closed")
+            self._users += 1
+            return self._fd
+
+    def _use_no_more(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._closed and self._fd >= 0 and not self._users:
+            os.close(self._fd)
+            self._fd = -1
 
     def resident_bytes(self) -> int:
         """The memory that the arena has now, in bytes."""
-        return os.fstat(self._fd).st_blocks * 512
+        return os.fstat(self.fd).st_blocks * 512
 
     def close(self) -> None:
         """Drop the maps and the descriptor; the memory goes with its last user."""
         with self._lock:
             while self._maps:
                 _drop(self._maps.popitem()[1])
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            self._closed = True
+            self._close_unused()
 
     def _covering(self, offset: int, length: int) -> memoryview:
         for (start, size), mapped in self._maps.items():
             if start <= offset and offset + length <= start + size:
                 return memoryview(mapped)[offset - start : offset - start + length]
-        if self._fd < 0:
-            raise ValueError("the arena was closed")  # a map of -1 would be of no file: zeros
+        if self._closed:
+            raise ValueError("the arena was closed")
+        if self._fd < 0:  # a map of -1 would be of no file: zeros
+            self._fd = sealed_memfd(self._name)
         if offset + length > self._size:
             # Touching a page beyond the end would kill the process.
             os.ftruncate(self._fd, offset + length)
@@ -174,7 +206,11 @@ def sealed_memfd(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         fd = os.memfd_create(name, flags)  # a kernel before 6.3
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
-from groupio.errors import GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.errors import AgentLost, GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
+from groupio.exhaustion import NO_DESCRIPTOR, why
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -34,10 +35,24 @@ class Desk:
         """Handle one message; what a broken client sends never hurts another."""
         try:
             self._take(peer, message)
-        except InvalidInput as error:
-            log.warning("client of process %d: %s", peer.process.pid, error)
-            self._driver.send(peer, msg.Refused(to_wire(error)))
-            self._driver.disconnect(peer)
+        except GroupIOError as error:
+            self._turn_away(peer, error)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            self._turn_away(peer, self.crowded(error))
+
+    def _turn_away(self, peer: Peer, error: GroupIOError) -> None:
+        log.warning("client of process %d: %s", peer.pid, error)
+        self._driver.send(peer, msg.Refused(to_wire(error)))
+        self._driver.disconnect(peer)
+
+    def crowded(self, error: OSError) -> AgentLost:
+        """Why no further client can be served."""
+        return AgentLost(
+            f"the agent cannot take another client: {why(error)}",
+            log=str(self._driver.residence.paths.log),
+        )
 
     def _take(self, peer: Peer, message: Any) -> None:
         if isinstance(message, msg.Hello):
@@ -80,11 +95,7 @@ class Desk:
                 else:
                     raise InvalidInput(f"a client asked for a share of {share}")
             case msg.Bye():
-                # It writes to no lease any more, which is all that the arena's fence asks.
-                driver.tell_machine(ev.MemberGone(peer.client, process_gone=True))
-                if peer.job.joining is not None:
-                    driver.reads.client_left(peer.client, fenced=True)
-                peer.job.tell(ev.MemberGone(peer.client, process_gone=False))
+                driver.parted(peer)
 
     def _read(self, peer: Peer, job: Job, message: msg.ReadOpen | msg.Took | msg.ReadClose) -> None:
         if job.joining is not None:
@@ -104,6 +115,7 @@ class Desk:
                 f"the client speaks protocol version {hello.version}, this agent "
                 f"{msg.PROTOCOL_VERSION}; use one release of groupio on a node"
             )
+        driver.watches.add(peer)
         peer.hello = hello
         peer.job = driver.job_of(os.path.realpath(hello.store), hello)
         peer.notes = staged_notes(peer.process.pid)
@@ -126,9 +138,11 @@ class Desk:
             job=hello.job,
             launch_id=hello.launch_id,
             gave_up=hello.gave_up,
+            has_saved=hello.has_saved,
             node="" if peer.job.joining is None else driver.node,
         )
         peer.job.tell(arrived)
+        driver.replaces(peer)
         host = peer.job.host
         if host is not None and not host.controller.store_open:
             host.open_store()
@@ -136,6 +150,7 @@ class Desk:
     def _open(self, peer: Peer, job: Job, message: msg.OpenSave) -> None:
         hello = peer.hello
         assert hello is not None
+        peer.opened = True
         peer.called_at[message.save_id] = message.called_at
         try:
             items, layout = self._driver.flushing.tables.get(message.items, message.items_id)
@@ -171,6 +186,9 @@ class Desk:
             metadata=message.metadata,
             door=message.door,
             replicas=hello.replicas if job.joining is not None else 1,
+            resumed_from=message.resumed_from,
+            begin_after=message.begin_after,
+            side=message.side,
         )
         self._driver.tell_machine(
             ev.LeaseAsked(peer.client, message.save_id, hello.rank, layout, opened)
@@ -179,6 +197,14 @@ class Desk:
 
     def _refuse(self, peer: Peer, save_id: int, error: GroupIOError) -> None:
         self._driver.send(peer, msg.Failed(save_id, to_wire(error)))
+
+    def forget(self, peer: Peer) -> None:
+        """The client is gone for good: nothing is sent to it, and no group waits for its items."""
+        if peer.job is not None:
+            settling = peer.job.settling
+            settling[:] = [waiting for waiting in settling if waiting[0] is not peer]
+        if not self._driver.machine.has_save(peer.client):
+            self._driver.flushing.forget(peer.client)
 
     def _save_failed(self, peer: Peer, job: Job, save_id: int, error: GroupIOError) -> None:
         self._driver.tell_machine(ev.WriterStopped(peer.client, save_id))
@@ -223,6 +249,7 @@ class Desk:
                 error["message"] += self._what_held(called_at)
             self._driver.send(peer, msg.Failed(seat.save_id, error))
             return
+        self._driver.seated(peer)
         now = time.monotonic()
         if called_at is not None:
             metrics.observe("groupio_level_seconds", now - called_at, str(effect.level))
@@ -238,6 +265,7 @@ class Desk:
                 first_arrival=effect.first_arrival,
                 last_arrival=effect.last_arrival,
                 notes=effect.notes + self._notes(peer, effect.level),
+                store_id="" if peer.job is None else peer.job.store.store_id,
             ),
         )
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from groupio.backend.doors import DOORS
 from groupio.errors import GroupIOError
+from groupio.exhaustion import ThreadPool
 from groupio.protocol import messages as msg
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class _Wish(NamedTuple):
     path: str
     epoch: int | None
     wanted: bool
+    file_mode: int | None = None
+    umask: int | None = None
     elsewhere: bool = False
     """The agent of rank 0 makes it: of many nodes, one is enough."""
 
@@ -59,7 +61,7 @@ class Doors:
         self._asked: dict[tuple[str, int], _Wish] = {}
         """By (client, save id), of saves that are not decided yet."""
         self._orders: dict[_Wish, _Order] = {}
-        self._thread = ThreadPoolExecutor(1, "door", initializer=_yield_to_others)
+        self._thread = ThreadPool(1, "door", initializer=_yield_to_others)
 
     @property
     def busy(self) -> bool:
@@ -69,7 +71,9 @@ class Doors:
     def opened(self, job: Job, client: str, message: msg.OpenSave) -> None:
         """A member opened a save; remember whether it wants a door."""
         wanted = message.door == DCP
-        self._asked[client, message.save_id] = _Wish(job.path, message.epoch, wanted)
+        self._asked[client, message.save_id] = _Wish(
+            job.path, message.epoch, wanted, job.store.file_mode, job.store.umask
+        )
 
     def decided(self, seat: MemberSeat, *, committed: bool) -> None:
         """A member's save is over: make its door, after the member has heard of the commit."""
@@ -83,6 +87,10 @@ class Doors:
             # A rewind may have left the door of an abandoned epoch under this one's number.
             self._order(wish)
 
+    def forget(self, path: str) -> None:
+        """The store at ``path`` is closed: no save of it is undecided."""
+        self._asked = {seat: wish for seat, wish in self._asked.items() if wish.path != path}
+
     def _is_elsewhere(self, path: str, seat: MemberSeat) -> bool:
         job = self._driver.jobs.get(path)
         if job is None or job.joining is None:
@@ -95,7 +103,7 @@ class Doors:
 
         Costs a look at the store, in the doors' own thread.
         """
-        self._order(_Wish(job.path, None, False))
+        self._order(_Wish(job.path, None, False, job.store.file_mode, job.store.umask))
 
     def _order(self, wish: _Wish) -> _Order:
         """The order for an epoch's door.
@@ -133,7 +141,14 @@ class Doors:
                 return
             log.warning("nobody made the door of epoch %d: this agent does", wish.epoch)
         pause = self._driver.workers.give_way
-        made = ensure_door(wish.path, wish.epoch, wanted=wish.wanted, pause=pause)
+        made = ensure_door(
+            wish.path,
+            wish.epoch,
+            wanted=wish.wanted,
+            pause=pause,
+            file_mode=wish.file_mode,
+            umask=wish.umask,
+        )
         if made is not None:
             log.info("door of epoch %d: %d pieces, %d bytes", made.epoch, made.pieces, made.bytes)
 

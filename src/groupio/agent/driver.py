@@ -7,12 +7,12 @@ threads of their own, which hand their results back as events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from groupio.agent.job import Job
 from groupio.agent.lending import Memory, yield_to_others
 from groupio.agent.memory import default_budget
 from groupio.agent.metrics import Metrics
-from groupio.agent.peer import Peer
+from groupio.agent.peer import Peer, Watches
 from groupio.agent.process import Residence
 from groupio.agent.rest import Rest
 from groupio.agent.uplink import Uplink
@@ -35,16 +35,19 @@ from groupio.agent.workers import WorkerPool
 from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
-from groupio.errors import InvalidInput
+from groupio.errors import InvalidInput, to_wire
+from groupio.exhaustion import ThreadPool, exhausted, is_exhaustion, why
 from groupio.fabric.open import fabric_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
 from groupio.protocol import reading_messages as rm
+from groupio.protocol import reasons
 from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
+from groupio.seldom import REFUSED_LOG_S, Seldom
 from groupio.settings import Settings
-from groupio.wire import Channel, ChannelClosed
+from groupio.wire import PEER_CLOSED, Channel, ChannelClosed
 
 if TYPE_CHECKING:
     from groupio.agent.network import Network
@@ -54,8 +57,16 @@ log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
 
+ACCEPT_AGAIN_S = 0.1
+"""Until the next try where no connection could be accepted."""
+
 PROCESS_END_S = 0.1
 """A killed process loses its sockets a moment before it is seen to have ended."""
+
+
+UNSEATED_KEPT = 8
+"""So many clients of a process are kept whose saves never came to a group, as those of a store
+that refuses all: whether their controller takes one of them for the member is not known here."""
 
 
 class Driver:
@@ -75,6 +86,7 @@ class Driver:
         self.jobs: dict[str, Job] = {}
         self.peers: dict[int, Peer] = {}
         self.clients: dict[str, Peer] = {}
+        self.watches = Watches(self._process_ended)
         self.memory = Memory(self)
         self.draining = False
         self.copies_active = 0
@@ -87,11 +99,12 @@ class Driver:
         self.desk = Desk(self)
         self.network: Network | None = None
         """Once a job of several nodes has come."""
+        self._crowded = Seldom(REFUSED_LOG_S)
         self._numbers = count(1)
         self._group_job: dict[int, Job] = {}
         self._queue: deque[Callable[[], None]] = deque()
         self._running = False
-        self._closing = ThreadPoolExecutor(1, "close", initializer=yield_to_others)
+        self._closing = ThreadPool(1, "close", initializer=yield_to_others)
         self._idle_since: float | None = time.monotonic()
         self._done: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,7 +115,7 @@ class Driver:
         """Serve until idle, drained or stopped; ``ready`` is called once clients can connect."""
         self._loop = asyncio.get_running_loop()
         self._done = self._loop.create_future()
-        self._loop.add_reader(self.residence.listener.fileno(), self._accept)
+        self._listen()
         self._loop.call_later(STOP_POLL_S, self._look_around)
         log.info(
             "agent %s on node %s, memory budget %d bytes",
@@ -114,7 +127,8 @@ class Driver:
         await self._done
         self._loop.remove_reader(self.residence.listener.fileno())
         for peer in list(self.peers.values()):
-            self._drop(peer)
+            self._hang_up(peer)
+        self.watches.close()
         if self.network is not None:
             self.network.part()
         for job in self.jobs.values():
@@ -175,6 +189,10 @@ class Driver:
 
     def _let_go(self, path: str) -> None:
         job = self.jobs.pop(path)
+        for peer in self.watches.of_job(job):
+            if not peer.connected and peer.fenced:
+                self._forget(peer)
+        self.doors.forget(path)
         job.leave()
         self._closing.submit(job.end)
 
@@ -192,20 +210,40 @@ class Driver:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self.residence.listener.accept()
-        except (BlockingIOError, InterruptedError):
+            sock, crowded = self.residence.accept()
+        except OSError as error:
+            # Not at once again: the listener stays readable.
+            assert self._loop is not None
+            self._loop.remove_reader(self.residence.listener.fileno())
+            self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
+            if self._crowded.is_due("accept"):
+                log.warning("no client can be taken: %s", why(error))
+            return
+        if sock is None:
             return
         channel = Channel(sock, msg.ToAgent)
-        if channel.peer()[1] != os.getuid():
-            log.warning("refused a connection of user %d", channel.peer()[1])
+        if crowded is not None:
+            refused = self.desk.crowded(crowded)
+            with contextlib.suppress(ChannelClosed):
+                channel.enqueue(msg.Refused(to_wire(refused)))
+            channel.close()
+            self.residence.keep_spare()
+            return
+        pid, user = channel.peer()
+        if user != os.getuid():
+            log.warning("refused a connection of user %d", user)
             channel.close()
             return
-        peer = Peer.of(channel)
+        peer = Peer(channel, pid)
         assert self._loop is not None
         self.peers[id(peer)] = peer
         self._loop.add_reader(channel.fileno(), self._readable, peer)
-        if peer.pidfd >= 0:
-            self._loop.add_reader(peer.pidfd, self._process_ended, peer)
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        assert self._done is not None
+        if not self._done.done():
+            self._loop.add_reader(self.residence.listener.fileno(), self._accept)
 
     def _readable(self, peer: Peer) -> None:
         try:
@@ -214,7 +252,7 @@ class Driver:
                     os.close(fd)
                 self.do(lambda m=received.message: self.desk.take(peer, m))  # type: ignore[misc]
         except ChannelClosed as error:
-            if str(error) != "the peer closed the connection":
+            if str(error) != PEER_CLOSED:
                 log.warning("client %s: %s", peer.hello, error)
             self.disconnect(peer)
 
@@ -241,64 +279,105 @@ class Driver:
     def disconnect(self, peer: Peer) -> None:
         """The connection is over; the process behind it may live on."""
         if peer.connected:
+            self._hang_up(peer)
+            if peer.hello is not None:
+                self.foreground.leave(peer.client)
+                if not peer.process_gone and not peer.fenced:
+                    assert self._loop is not None
+                    self._loop.call_later(PROCESS_END_S, self._broke_off, peer)
+        self._forget_if_over(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        if peer.connected:
             assert self._loop is not None
             self._loop.remove_writer(peer.channel.fileno())
             self._loop.remove_reader(peer.channel.fileno())
             peer.connected = False
             peer.channel.close()
-            if peer.hello is not None:
-                self.foreground.leave(peer.client)
-            if peer.hello is not None and not peer.process_gone:
-                self._loop.call_later(PROCESS_END_S, self._closed_only, peer)
+
+    def parted(self, peer: Peer) -> None:
+        """The client said that it writes to no lease any more, and that it leaves."""
+        peer.fenced = peer.closed = True
+        self._member_gone(peer)
+
+    def _broke_off(self, peer: Peer) -> None:
+        """The connection ended without a word, and the process did not."""
+        if peer.process_gone:
+            return
+        if peer.unseen:
+            peer.process_gone = True
+        reads = None if self.network is None else self.network.reads
+        has_memory = peer.client in self.machine.arenas
+        peer.fenced = not has_memory and (reads is None or not reads.lends_to(peer.client))
+        self._member_gone(peer)
         self._forget_if_over(peer)
 
-    def _closed_only(self, peer: Peer) -> None:
-        """The connection ended and the process did not: it closed its client, or broke off."""
-        if not peer.process_gone:
-            # Where the process cannot be watched, the end of its socket has to do.
-            self.member_gone(peer, process_gone=peer.pidfd < 0)
-            self._forget_if_over(peer)
+    def _process_ended(self, peers: list[Peer]) -> None:
+        for peer in peers:
+            # What it sent before its end still counts.
+            if peer.connected:
+                self._readable(peer)
+            peer.process_gone = True
+            self._member_gone(peer)
+            self.disconnect(peer)
 
-    def _process_ended(self, peer: Peer) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(peer.pidfd)
-        # What it sent before its end still counts.
-        if peer.connected:
-            self._readable(peer)
-        peer.process_gone = True
-        if peer.hello is not None:
-            self.member_gone(peer, process_gone=True)
-        os.close(peer.pidfd)
-        peer.pidfd = -1
-        self.disconnect(peer)
-
-    def member_gone(self, peer: Peer, *, process_gone: bool) -> None:
+    def _member_gone(self, peer: Peer) -> None:
         """Tell the machines that a client is gone."""
-        event = ev.MemberGone(peer.client, process_gone)
+        # All that the fence of the memory asks is that it writes there no more.
+        fenced = peer.fenced or peer.process_gone
         if self.network is not None:
-            self.network.reads.client_left(peer.client, fenced=process_gone)
+            self.network.reads.client_left(peer.client, fenced=fenced)
         if peer.job is not None:
-            peer.job.tell(event)
-        self.tell_machine(event)
+            peer.job.tell(ev.MemberGone(peer.client, peer.process_gone, peer.closed))
+        self.tell_machine(ev.MemberGone(peer.client, fenced))
 
     def _forget_if_over(self, peer: Peer) -> None:
-        if peer.connected or (peer.pidfd >= 0 and not peer.process_gone):
+        """Keep a client that is gone only for what the end of its process changes.
+
+        That frees memory that it may still write to, and its controller waits less long for a
+        rank that ended than for one that may connect again.
+        """
+        if peer.connected:
             return
         self.peers.pop(id(peer), None)
-        if peer.hello is not None and self.clients.get(peer.client) is peer:
-            del self.clients[peer.client]
+        if peer.hello is None:
+            return
+        if peer.fenced or peer.process_gone:
+            self.clients.pop(peer.client, None)
+            job = peer.job
+            if peer.process_gone or job is None or self.jobs.get(job.path) is not job:
+                self._forget(peer)
 
-    def _drop(self, peer: Peer) -> None:
-        assert self._loop is not None
-        if peer.connected:
-            self._loop.remove_writer(peer.channel.fileno())
-            self._loop.remove_reader(peer.channel.fileno())
-            peer.connected = False
-            peer.channel.close()
-        if peer.pidfd >= 0:
-            self._loop.remove_reader(peer.pidfd)
-            os.close(peer.pidfd)
-            peer.pidfd = -1
+    def _forget(self, peer: Peer) -> None:
+        self.watches.remove(peer)
+        self.desk.forget(peer)
+
+    def replaces(self, peer: Peer) -> None:
+        """Forget clients that this one follows as the same member of the same process.
+
+        One that its controller may know as the member stays until it knows this one as that.
+        """
+        older = self.watches.before(peer)
+        for one in older:
+            if peer.seated or not one.opened:
+                self._replaced(one)
+        left = [one for one in self.watches.before(peer) if not one.seated]
+        for one in left[: max(len(left) - UNSEATED_KEPT, 0)]:
+            self._replaced(one)
+
+    def seated(self, peer: Peer) -> None:
+        """A save of the client is STAGED at least."""
+        if not peer.seated:
+            peer.seated = True
+            self.replaces(peer)
+
+    def _replaced(self, peer: Peer) -> None:
+        if self.machine.has_save(peer.client):
+            return  # its group is in flight
+        peer.process_gone = True
+        assert peer.job is not None
+        peer.job.tell(ev.MemberGone(peer.client, process_gone=True))
+        self._forget(peer)
 
     # -- machines ---------------------------------------------------------
 
@@ -354,7 +433,8 @@ class Driver:
             job = None
         if job is None:
             name = hello.job or os.path.basename(path) or "job"
-            store = JobStore(path, name, self.node, self.writer, hello.file_mode)
+            modes = (hello.file_mode, hello.umask)
+            store = JobStore(path, name, self.node, self.writer, *modes, expected=hello.store_id)
             job = Job(path, store)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
@@ -365,6 +445,11 @@ class Driver:
                 job.joining = Joining(self, job, where)
                 self.machine.keeps_content = True
             self.jobs[path] = job
+        elif hello.store_id:
+            known = job.store.store_id or job.store.expected
+            if known not in ("", hello.store_id):
+                raise reasons.other_store(path, known, hello.store_id)
+            job.store.expected = hello.store_id
         return job
 
     def join_network(self) -> Network:
@@ -442,6 +527,9 @@ class Driver:
                 | fx.AdoptGroup()
             ):
                 self.tell_machine(effect)
+            case fx.ShowStore():
+                assert job.joining is not None
+                job.joining.show(effect)
             case rm.Assign() | rm.Yield() | rm.Unreadable() | rm.ReadSought() | rm.Peers():
                 self.reads.take(job, effect)
             case fx.CloseGroup() | fx.DropHeld():
@@ -453,7 +541,22 @@ class Driver:
 
     def _run(self, effects: list[fx.Effect]) -> None:
         for effect in effects:
-            self.do(lambda e=effect: self._execute(e))  # type: ignore[misc]
+            self.do(lambda e=effect: self._execute_or_fail(e))  # type: ignore[misc]
+
+    def _execute_or_fail(self, effect: fx.Effect) -> None:
+        """Execute an effect; where the system lacks something for it, only its group fails."""
+        try:
+            self._execute(effect)
+        except (OSError, MemoryError, RuntimeError) as error:
+            group = self.machine.groups.get(getattr(effect, "group", -1))
+            if group is None or not is_exhaustion(error):
+                raise
+            order = group.order
+            doing = f"stage epoch {order.key.epoch} on node {self.node}"
+            log.exception("cannot %s", doing)
+            needed = sum(lease.layout.total_bytes for lease in group.leases.values())
+            failed = exhausted(error, doing, needed=needed)
+            self.tell_machine(ev.JobFailed(order.group, failed))
 
     def _execute(self, effect: fx.Effect) -> None:
         match effect:

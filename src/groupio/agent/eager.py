@@ -122,6 +122,11 @@ class EagerFlush:
         """Nothing of a job that failed is left in the store, as far as is known."""
         return not self._spent
 
+    def forget_waves(self) -> None:
+        """The group is closed: nothing is repeated, and the members' memory can go at once."""
+        with self._lock:
+            self._waves.clear()
+
     def sweep(self) -> None:
         """Remove the segments of jobs that failed; in the store's thread. Blocks."""
         self._spent = [job for job in self._spent if not _deleted(job)]

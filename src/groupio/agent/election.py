@@ -5,12 +5,13 @@ Blocking calls, for the job's own thread.
 
 from __future__ import annotations
 
-import socket
 import time
+
+from msgspec.structs import replace
 
 from groupio.controller.coordinator import Coordinator, Rule
 from groupio.controller.discover import Kind, Where
-from groupio.controller.sockets import split_address
+from groupio.controller.probing import is_taken
 from groupio.errors import ControllerLost, GroupIOError, InvalidInput
 
 ASK_S = 10.0
@@ -18,10 +19,6 @@ ASK_S = 10.0
 
 FIRST_S = 5.0
 """How long the node that a launcher named to have the controller may take to say so."""
-
-
-LISTENS_S = 2.0
-"""How long a machine may take to answer whether somebody listens there."""
 
 
 def is_elsewhere(where: Where) -> bool:
@@ -66,7 +63,7 @@ class Election:
         if is_elsewhere(self._where):
             if rule is None:
                 raise self._absent()
-            return Rule(rule.term, self._where.address, rule.node, rule.life)
+            return replace(rule, address=self._where.address)
         return rule
 
     def campaign(self, address: str, over: int, *, locked: str = "") -> Rule:
@@ -75,7 +72,7 @@ class Election:
         ``locked`` is the address of a controller to which this node may not connect without a
         token. InvalidInput as long as somebody is there: it is not replaced for that.
         """
-        if locked and _listens(locked):
+        if locked and is_taken(locked):
             raise other_token(self._path, self._node)
         if is_elsewhere(self._where):
             rule = self.current()
@@ -101,12 +98,3 @@ class Election:
             f"no controller of {self._path} answers at {self._where.address}, where "
             f"{self._where.why} says it is; start one there: groupio controller run"
         )
-
-
-def _listens(address: str) -> bool:
-    """Whether somebody takes connections at ``tcp://host:port``; nothing is said there."""
-    try:
-        socket.create_connection(split_address(address), LISTENS_S).close()
-    except (OSError, InvalidInput):
-        return False
-    return True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from groupio.errors import GroupIOError
+from groupio.exhaustion import ThreadPool
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -22,7 +22,7 @@ class Errands:
         """``path`` is the store's, for messages."""
         self._driver = driver
         self._path = path
-        self._thread = ThreadPoolExecutor(1, "join")
+        self._thread = ThreadPool(1, "join")
         self._left = False
 
     def ask(

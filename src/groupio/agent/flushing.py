@@ -16,7 +16,7 @@ from groupio.agent.eager import EagerFlush
 from groupio.agent.fetching import Fetched, Fetcher, Room
 from groupio.agent.pipeline import FlushJob
 from groupio.agent.planned import PlannedFlush, Source, Told
-from groupio.errors import GroupIOError, InvalidInput, StagingFull
+from groupio.errors import GroupIOError, InvalidInput
 from groupio.format.items import decode_items, items_id
 from groupio.model import ItemSpec, NodeReport
 from groupio.plan.frames import shapes_of
@@ -97,6 +97,11 @@ class Flushing:
             case fx.EndJob(group=group, delete_segments=delete):
                 self._end(group, delete)
 
+    def forget(self, client: str) -> None:
+        """The client is gone, and no group has a save of it."""
+        for key in [key for key in self.items if key[0] == client]:
+            del self.items[key]
+
     def _cancel(self, group: int) -> None:
         """Stop the job; it is idle when nobody uses its memory, peers included."""
         flush, network = self._jobs[group][0], self._driver.network
@@ -128,9 +133,8 @@ class Flushing:
         wave = lease.waves[-1]
         if not wave.virt_lo <= place <= place + length <= wave.virt_hi:
             return None
-        arena = self._driver.memory.arenas[lease.extent.arena]
-        view = arena.map(lease.extent.offset, wave.virt_hi - wave.virt_lo)
-        return view[place - wave.virt_lo : place - wave.virt_lo + length]
+        offset = lease.extent.offset + place - wave.virt_lo
+        return self._driver.memory.view(lease.extent.arena, offset, length)
 
     def _post(self, event: object) -> None:
         self._driver.post(lambda: self._driver.tell_machine(event))
@@ -248,20 +252,11 @@ class Flushing:
         machine = self._driver.machine.groups[effect.group]
         layout = machine.leases[effect.rank].layout
         length = wave.virt_hi - wave.virt_lo
-        try:
-            view = (
-                self._driver.memory.arenas[effect.arena].map(effect.offset, length)
-                if length
-                else memoryview(b"")
-            )
-        except OSError as error:
-            full = StagingFull(
-                f"The agent cannot map {length} bytes of rank {effect.rank}: {error}; lower "
-                "memory_bytes.",
-                needed=length,
-            )
-            self._post(ev.JobFailed(effect.group, full))
-            return
+        view = (
+            self._driver.memory.arenas[effect.arena].map(effect.offset, length)
+            if length
+            else memoryview(b"")
+        )
         flush = self._jobs[effect.group][0]
         if isinstance(flush, PlannedFlush):
             flush.add_wave(
@@ -291,6 +286,10 @@ class Flushing:
 
     def _end(self, group: int, delete: bool) -> None:
         flush, job = self._jobs.pop(group)
+        if isinstance(flush, EagerFlush):
+            # Its last reference may wait for a garbage collector, and its views would keep
+            # mappings of arenas that are closed.
+            flush.forget_waves()
         counts, metrics = flush.counts(), self._driver.metrics
         metrics.add("groupio_hashed_bytes", counts.hashed_bytes)
         metrics.add("groupio_hashed_chunks", counts.hashed_chunks)

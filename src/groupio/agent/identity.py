@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -28,11 +29,16 @@ class Writer:
 
 
 def process_start(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 when it cannot be seen."""
+    """When the process started, in clock ticks since boot; 0 when it cannot be seen.
+
+    OSError when this process cannot open another file: that says nothing of the other one.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return int(file.read().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return 0
 
 

@@ -64,6 +64,9 @@ class Job:
                 self.clients[client] = event
             case ev.MemberOpened(client=client, save_id=save_id):
                 self.opens[client, save_id] = event
+                if (known := self.clients.get(client)) is not None:
+                    # A controller that takes over has to know that this client is a member.
+                    self.clients[client] = replace(known, has_saved=True)
             case ev.MemberFailed(client=client, save_id=save_id):
                 self.opens.pop((client, save_id), None)
         self.joining.tell(event)
@@ -101,6 +104,8 @@ class Job:
             self.joining.leave()
         if self.host is not None:
             self.host.hang_up("its agent leaves the job")
+        if self.joining is not None:
+            self.joining.shut()
 
     def end(self) -> None:
         """Close the store and end the threads; takes as long as what they are at. Any thread."""

@@ -26,6 +26,7 @@ from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
 from groupio.controller.discover import Where
 from groupio.controller.host import Host
+from groupio.controller.keys import Keys
 from groupio.controller.lines import Lines, from_ages
 from groupio.controller.opening import open_coordinator
 from groupio.controller.transport import ControlClient
@@ -66,6 +67,10 @@ class Joining:
         self._errands = Errands(driver, job.path)
         self._machine = fo.Following(driver.node, self._network.life)
         self._made: Election | None = None  # by the thread, which ends it
+        self._keys: Keys | None = None
+        """What this job's agents prove to each other, once the store is open."""
+        self._rule: Rule | None = None
+        """The one found last."""
         self._election: Election | None = None
         self._client: ControlClient | None = None
         self._out = WireForm(cm.FROM_NODE)
@@ -77,6 +82,7 @@ class Joining:
         self._locked_out = False  # the last controller that was tried has another token
         self._locked = ""  # its address, where this node has none
         self._questions: dict[int, Callable[[dict[str, Any]], None]] = {}
+        self._views = 0  # which opened store the controller knows of
         self._ended = False
 
     @property
@@ -110,13 +116,26 @@ class Joining:
             store_id = store.follow(create=create)
         except NotFound:
             return None
+        self._keys = self._read_keys()
         made = open_coordinator(
-            self.where, store.backend, store_id, on_lost=self._deposed, after=store.after
+            self.where,
+            store.backend,
+            store_id,
+            by_token=not self._keys.of_store,
+            on_lost=self._deposed,
+            after=store.after,
         )
         self._made = Election(
             made, self.where, path=self._job.path, node=self._driver.node, life=self._network.life
         )
         return self._made
+
+    def _read_keys(self) -> Keys:
+        return self._network.keys_of(self._job.store)
+
+    def _keys_read(self, keys: Keys | None, error: GroupIOError | None) -> None:
+        """The file with the key may have been removed, and made again by the controller."""
+        self._keys = keys or self._keys
 
     def _prepared(self, made: Election | None, error: GroupIOError | None) -> None:
         self._preparing = False
@@ -152,6 +171,10 @@ class Joining:
             return  # the last client's end is what it ended for
         if self._election is None:
             self.begin(create=isinstance(event, ev.MemberOpened))
+        if self._machine.joined and self._views != self._job.store.views:
+            # What the event tells may stand in another store than the node has shown.
+            self._views = self._job.store.views
+            self.tell(ev.NodeReopened(self._driver.node))
         if self._job.host is not None:
             self._job.host.tell(event)
         elif self._machine.joined and self._client is not None:
@@ -214,7 +237,7 @@ class Joining:
             case fo.FindController():
                 assert self._election is not None
                 self._errands.ask(self._election.current, self._found)
-            case fo.Campaign() if self._locked_out or (self._client and self._client.locked_out):
+            case fo.Campaign() if self._is_shut_out:
                 # It rules and lives; to replace it would only cut others off.
                 self._found(None, other_token(self._job.path, self._driver.node))
             case fo.Campaign(over=over):
@@ -244,6 +267,16 @@ class Joining:
             case _:
                 raise AssertionError(f"not an effect of following: {effect!r}")
 
+    @property
+    def _is_shut_out(self) -> bool:
+        """The controller is there, and does not take this node's keys."""
+        if not (self._locked_out or (self._client and self._client.locked_out)):
+            return False
+        # All who can open the store have the key in it: something else has the port by now.
+        assert self._keys is not None
+        by_store = self._rule is not None and not self._rule.by_token
+        return not (by_store and self._keys.of_store)
+
     def _later(self, name: str, delay_s: float, step: Callable[[], None]) -> None:
         self._stop(name)
         loop = asyncio.get_running_loop()
@@ -260,13 +293,17 @@ class Joining:
         """Campaign; the address is where others would reach a controller of this agent."""
         assert self._election is not None
         try:
-            address = "" if is_elsewhere(self.where) else self._network.gate_address()
+            address = "" if is_elsewhere(self.where) else self._gate_address()
         except GroupIOError as error:
             # Its port is another process's: an older agent that ends may have it still.
             self._found(None, error)
             return
         campaign = partial(self._election.campaign, address, over, locked=self._locked)
         self._errands.ask(campaign, self._found)
+
+    def _gate_address(self) -> str:
+        assert self._keys is not None
+        return self._network.gate_address(self._job.store.store_id, self._keys)
 
     def _found(self, rule: Rule | None, error: GroupIOError | None) -> None:
         if error is not None:
@@ -281,6 +318,7 @@ class Joining:
         elif rule is None:
             self._feed(fo.NoRule())
         else:
+            self._rule = rule
             self._feed(fo.RuleFound(rule.term, rule.address, rule.node, rule.life))
 
     def _deposed(self, why: str) -> None:
@@ -314,11 +352,19 @@ class Joining:
         self._locked = ""
         log.info("job %s: controller at %s, term %d", self._job.store.job, address, term)
         client: ControlClient
+        assert self._keys is not None
+        if self._keys.of_store and self._rule is not None and self._rule.by_token:
+            self._locked = address
+            why = other_token(self._job.path, self._driver.node).message
+            self._driver.do(partial(self._feed, fo.LinkDown(term, why)))
+            return
 
         def lost(why: str) -> None:
             if self._client is client:
                 self._client = None
                 self._locked_out = client.locked_out
+                if client.locked_out:
+                    self._errands.ask(self._read_keys, self._keys_read)
                 self.unjoined.note(why)
                 self._driver.reads.left(self._job)
                 vanished = client.peer.vanished
@@ -328,14 +374,14 @@ class Joining:
             client = ControlClient(
                 asyncio.get_running_loop(),
                 address,
-                self._network.keys,
+                self._keys,
                 life=self._network.life,
                 on_message=lambda payload: self._take(client, payload),
                 on_lost=lost,
             )
         except GroupIOError as error:
             log.warning("%s", error.message)
-            self._locked = address if self._network.keys is None else ""
+            self._locked = address if self._keys.of_store else ""
             self._driver.do(partial(self._feed, fo.LinkDown(term, error.message)))
             return
         self._client = client
@@ -394,6 +440,7 @@ class Joining:
         term = self._machine.term
         self.unjoined.note(error.message)
         if not isinstance(error, ControllerLost):
+            self._errands.run(self._job.store.hide)
             self.unjoined.refused(error)
             self._feed(fo.JoinRefused(term, error))
             return
@@ -414,7 +461,16 @@ class Joining:
 
     # -- joining and hosting ----------------------------------------------------------------------
 
+    def show(self, order: fx.ShowStore) -> None:
+        """Show the controller which store this node sees."""
+
+        def answer(shown: ev.StoreShown | None, error: GroupIOError | None) -> None:
+            self.tell(shown or ev.StoreShown(order.node, order.name, error=error))
+
+        self._errands.ask(lambda: self._job.store.show(order), answer)
+
     def _join_event(self) -> ev.NodeJoined:
+        self._views = self._job.store.views
         held = self._driver.held(self._job)
         kept = {(one.client, one.save_id) for group in held for one in group.opened}
         return ev.NodeJoined(
@@ -428,6 +484,7 @@ class Joining:
             opens=tuple(
                 one for one in self._job.opens_now() if (one.client, one.save_id) not in kept
             ),
+            path=self._job.path,
         )
 
     def _send_join(self) -> None:
@@ -483,6 +540,10 @@ class Joining:
         self._hang_up("its agent leaves the job")
         if self._job.host is not None:
             self._network.hosts.pop(self._job.store.store_id, None)
+
+    def shut(self) -> None:
+        """After :meth:`leave` and the end of a controller here: let no agent in to it."""
+        self._network.close_gate(self._job.store.store_id)
 
     def end(self) -> None:
         """After :meth:`leave`, in any thread: a controller that was here is free for another."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from groupio.agent.arena import MemberArena
 from groupio.errors import GroupIOError
+from groupio.exhaustion import ThreadPool
 from groupio.model import PAGE_BYTES
 from groupio.protocol import effects as fx
 from groupio.protocol import messages as msg
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
+    from groupio.agent.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,9 @@ class Memory:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.arenas: dict[int, MemberArena] = {}
-        self._populating = ThreadPoolExecutor(1, "populate", initializer=yield_to_others)
+        self._handed_over: set[int] = set()
+        """Arenas that their clients have."""
+        self._populating = ThreadPool(1, "populate", initializer=yield_to_others)
         self._populates: dict[tuple[int, int], threading.Event] = {}
         """Extents that are being filled, each with the sign that it is not wanted any more."""
 
@@ -49,16 +52,24 @@ class Memory:
             case fx.OpenArena(arena=arena, client=client):
                 self.arenas[arena] = MemberArena()
                 if (peer := self._driver.clients.get(client)) is not None:
-                    self._driver.send(peer, msg.Arena(), (self.arenas[arena].fd,))
+                    try:
+                        self._hand_over(peer, arena)
+                    except OSError as error:
+                        # The lease that needs it tries again, and says what is wrong.
+                        log.warning("an arena is not handed over yet: %s", error)
             case fx.CloseArena(arena=arena):
                 for place, unwanted in self._populates.items():
                     if place[0] == arena:
                         unwanted.set()
+                self._handed_over.discard(arena)
                 self.arenas.pop(arena).close()
             case fx.Punch(arena=arena, offset=offset, length=length):
                 if (populating := self._populates.get((arena, offset))) is not None:
                     populating.set()
-                self.arenas[arena].punch(offset, length)
+                try:
+                    self.arenas[arena].punch(offset, length)
+                except OSError as error:
+                    log.error("%d bytes of memory are not given back: %s", length, error)
             case fx.Populate():
                 self._populate(effect)
             case fx.GrantLease():
@@ -75,6 +86,12 @@ class Memory:
             return None  # it was closed just now
         return None if pages is None else pages[offset - low : offset - low + length]
 
+    def _hand_over(self, peer: Peer, number: int) -> None:
+        """Give a client its arena, once; OSError when the system has no descriptor for that."""
+        if number not in self._handed_over:
+            self._driver.send(peer, msg.Arena(), (self.arenas[number].fd,))
+            self._handed_over.add(number)
+
     def _grant(self, effect: fx.GrantLease) -> None:
         peer = self._driver.clients.get(effect.client)
         if peer is None:
@@ -82,6 +99,7 @@ class Memory:
         wave, arena = effect.wave, self.arenas[effect.arena]
         if wave.virt_hi > wave.virt_lo:
             arena.map(effect.offset, wave.virt_hi - wave.virt_lo)
+        self._hand_over(peer, effect.arena)
         message = msg.Grant(
             save_id=effect.save_id,
             key=effect.key,
@@ -119,8 +137,14 @@ class Memory:
             if self._populates.get(place) is unwanted:
                 del self._populates[place]
             peer = self._driver.clients.get(effect.client)
-            if peer is not None and not unwanted.is_set() and arena.fd >= 0:
-                self._driver.send(peer, msg.Standby(effect.offset, effect.length))
+            if peer is None or unwanted.is_set() or arena.is_closed:
+                return
+            try:
+                self._hand_over(peer, effect.arena)
+            except OSError as error:
+                log.warning("memory was not prepared ahead of its use: %s", error)
+                return
+            self._driver.send(peer, msg.Standby(effect.offset, effect.length))
 
         self._populating.submit(populate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from groupio.agent.holdings import Holdings
@@ -17,7 +17,9 @@ from groupio.controller import messages as cm
 from groupio.controller.gate import Gate, no_such_job
 from groupio.controller.host import Host
 from groupio.controller.keys import Keys
+from groupio.controller.store import JobStore
 from groupio.errors import GroupIOError, InvalidInput
+from groupio.exhaustion import ThreadPool
 from groupio.fabric.open import open_fabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
@@ -45,18 +47,20 @@ class Network:
         self._driver = driver
         settings = driver.settings
         self.life = uuid.uuid4().hex
-        self.keys = Keys.from_env(os.environ)
-        self.listens_at, port = _listen(settings.listen, self.keys is not None)
+        self.token = Keys.from_env(os.environ)
+        """The keys of the configured token; without one each store has its own."""
+        self.listens_at, port = _listen(settings.listen, self.token is not None)
         self.announced = _announced(self.listens_at)
         self.holdings = Holdings(driver.memory.view)
-        token = None if self.keys is None else self.keys.fabric_key
+        token = None if self.token is None else self.token.fabric_key
         self.fabric = open_fabric(settings, self.listens_at, self.announced, token, driver.budget)
         self.reads = Reads(driver, self.holdings, self.fabric)
         self.fabric_address = self._serve()
-        self.fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        self.orders = ThreadPoolExecutor(ORDER_THREADS, "order", initializer=yield_to_others)
+        self.fetching = ThreadPool(FETCH_THREADS, "fetch")
+        self.orders = ThreadPool(ORDER_THREADS, "order", initializer=yield_to_others)
         self.hosts: dict[str, Host] = {}
-        self._gates: dict[int, Gate] = {}
+        self._gates: dict[str, tuple[Keys, Gate]] = {}
+        """By store id; one for all, named "", where there is a token."""
         self._port = port
         self.links = Links(
             driver.node,
@@ -86,23 +90,43 @@ class Network:
             if job.joining is not None:
                 job.joining.tell(ev.LinkMeasured(link))
 
-    def gate(self, port: int | None = None) -> Gate:
-        """The way in for other agents; at ``port`` where a launcher told them to look."""
-        number = self._port if port is None else port
-        if number not in self._gates:
-            address = f"tcp://{self.listens_at}:{number}"
-            self._gates[number] = Gate(address, self.keys, self._driver.node, self.life, self._find)
-        return self._gates[number]
+    def keys_of(self, store: JobStore) -> Keys:
+        """The keys of the job in an open store. Blocks; InvalidInput where it needs a token."""
+        if self.token is not None:
+            return self.token
+        keys = Keys.of(store.backend)
+        self.fabric.trust(store.store_id, keys.fabric_key)
+        return keys
 
-    def gate_address(self) -> str:
-        """Where agents of other nodes reach the controllers of this process."""
-        port = self.gate().address.rpartition(":")[2]
+    def gate_address(self, store_id: str, keys: Keys) -> str:
+        """Where agents of other nodes reach the controller of a store in this process.
+
+        Who knows the key of one store is let in there only. InvalidInput when there is no way in.
+        """
+        name = store_id if keys.of_store else ""
+        if name in self._gates and self._gates[name][0].fabric_key != keys.fabric_key:
+            self.close_gate(name)  # the store has another key by now
+        if name not in self._gates:
+            self._gates[name] = keys, self._open_gate(name, keys)
+        port = self._gates[name][1].address.rpartition(":")[2]
         return f"tcp://{self.announced}:{port}"
 
-    def _find(self, hello: cm.NodeHello) -> Host:
+    def _open_gate(self, only: str, keys: Keys) -> Gate:
+        find = partial(self._find, only)
+        node, port = self._driver.node, self._port
+        if keys.of_store and port and self._gates:
+            port = 0  # another store's way in has it, and others look the address up
+        return Gate(f"tcp://{self.listens_at}:{port}", keys, node, self.life, find)
+
+    def close_gate(self, store_id: str) -> None:
+        """Let no agent in to the controller of this store any more, which has ended."""
+        if store_id in self._gates:
+            self._gates.pop(store_id)[1].close()
+
+    def _find(self, only: str, hello: cm.NodeHello) -> Host:
         host = self.hosts.get(hello.store_id)
-        if host is None:
-            raise no_such_job(hello, self.hosts.values())
+        if host is None or only not in ("", hello.store_id):
+            raise no_such_job(hello)
         if hello.job != host.store.job:
             raise InvalidInput(
                 f"node {hello.node} means job {hello.job!r}, and store {hello.store_id} belongs to "
@@ -117,7 +141,7 @@ class Network:
 
     def close(self) -> None:
         """End all connections; transfers in progress fail."""
-        for gate in self._gates.values():
+        for _, gate in self._gates.values():
             gate.close()
         self.links.close()
         self.reads.close()

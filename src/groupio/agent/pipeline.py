@@ -30,6 +30,7 @@ from groupio.agent.segment_writer import Place, Segment, SegmentWriter, Tensors
 from groupio.agent.workers import WorkerPool
 from groupio.backend.base import Backend
 from groupio.errors import GroupIOError
+from groupio.exhaustion import exhausted, is_exhaustion
 from groupio.format.items import encode_items, items_id
 from groupio.model import DIGEST_BYTES, DecisionKey, ItemSpec, MemberTable, NodeReport
 from groupio.plan.frames import shapes_of
@@ -433,12 +434,16 @@ class FlushJob:
         except Exception as error:  # noqa: BLE001 - a worker thread must outlive any fault
             # As text: a log handler that kept the frames would keep views into the arena.
             _log.error("flush of %s on %s\n%s", self._key, self._node, traceback.format_exc())
-            self._fail(
-                GroupIOError(
-                    f"the flush of epoch {self._key.epoch} on node {self._node} met an internal "
-                    f"error ({type(error).__name__}: {error}); the agent's log has the details"
+            flush = f"the flush of epoch {self._key.epoch} on node {self._node}"
+            if is_exhaustion(error):
+                self._fail(exhausted(error, f"go on with {flush}"))
+            else:
+                self._fail(
+                    GroupIOError(
+                        f"{flush} met an internal error ({type(error).__name__}: {error}); the "
+                        "agent's log has the details"
+                    )
                 )
-            )
         return None
 
     def _fail(self, error: GroupIOError) -> None:

@@ -33,6 +33,7 @@ from groupio.agent.stored import Row, Stored, find_tensors
 from groupio.agent.workers import WorkerPool
 from groupio.backend.base import SEGMENTS, Backend
 from groupio.errors import GroupIOError, StorageError
+from groupio.exhaustion import exhausted, is_exhaustion
 from groupio.model import ChunkTable, DecisionKey, ItemSpec, NodeReport
 from groupio.plan.frames import shapes_of
 from groupio.plan.layout import Layout
@@ -220,12 +221,16 @@ class PlannedFlush:
         except Exception as error:  # noqa: BLE001 - a worker thread must outlive any fault
             # As text: a log handler that kept the frames would keep views into the arena.
             log.error("storing %s on %s\n%s", self._key, self._node, traceback.format_exc())
-            self._fail(
-                StorageError(
-                    f"Storing epoch {self._key.epoch} on node {self._node} met an internal error "
-                    f"({type(error).__name__}: {error}); the agent's log has the details."
+            storing = f"storing epoch {self._key.epoch} on node {self._node}"
+            if is_exhaustion(error):
+                self._fail(exhausted(error, f"go on with {storing}"))
+            else:
+                self._fail(
+                    StorageError(
+                        f"S{storing[1:]} met an internal error ({type(error).__name__}: {error}); "
+                        "the agent's log has the details."
+                    )
                 )
-            )
         self._end_step()
 
     def _run(

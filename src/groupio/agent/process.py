@@ -27,6 +27,8 @@ from pathlib import Path
 
 from groupio import wire
 from groupio.errors import AgentLost, InvalidInput
+from groupio.exhaustion import NO_DESCRIPTOR
+from groupio.settings import is_unicode
 
 _LOCK_POLL_S = 0.005
 _TAKE_S = 0.5
@@ -43,14 +45,18 @@ class RuntimePaths:
     lock: Path
     alive: Path
     log: Path
+    note: str = ""
+    """Why it is not where the environment says, "" when it is."""
 
 
 def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
     """Where the agent of ``version`` lives; creates nothing.
 
-    ``configured`` (the setting) wins, then $XDG_RUNTIME_DIR/groupio, then /tmp/groupio-<uid>.
-    InvalidInput when ``configured`` is not an absolute path.
+    ``configured`` (the setting) wins, then $XDG_RUNTIME_DIR/groupio unless that directory is
+    another user's (as after su and sudo -E), then /tmp/groupio-<uid>. InvalidInput when
+    ``configured`` is not an absolute path.
     """
+    note = ""
     if configured is not None:
         directory = Path(configured)
         if not directory.is_absolute():
@@ -60,10 +66,16 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
             )
     else:
         session = os.environ.get("XDG_RUNTIME_DIR", "")
-        if os.path.isabs(session) and os.path.isdir(session):
-            directory = Path(session, "groupio")
-        else:
-            directory = Path(f"/tmp/groupio-{os.getuid()}")
+        directory = Path(f"/tmp/groupio-{os.getuid()}")
+        if os.path.isabs(session) and is_unicode(session):
+            owner = _owner_of(session)
+            if owner == os.getuid():
+                directory = Path(session, "groupio")
+            elif owner is not None:
+                note = (
+                    f"XDG_RUNTIME_DIR={session} is another user's than {os.getuid()} (as after su "
+                    f"or sudo -E): the agent's place is {directory} instead; unset it"
+                )
     stem = f"agent-{version}"
     return RuntimePaths(
         directory=directory,
@@ -71,7 +83,19 @@ def runtime_paths(configured: str | None, version: str) -> RuntimePaths:
         lock=directory / f"{stem}.lock",
         alive=directory / f"{stem}.alive",
         log=directory / f"{stem}.log",
+        note=note,
     )
+
+
+def _owner_of(directory: str) -> int | None:
+    """The user of a directory, None when there is none."""
+    try:
+        status = os.stat(directory)
+    except PermissionError:
+        return -1  # whoever may not even look at it does not own it
+    except OSError:
+        return None
+    return status.st_uid if stat.S_ISDIR(status.st_mode) else None
 
 
 def make_runtime_dir(paths: RuntimePaths) -> None:
@@ -183,6 +207,31 @@ class Residence:
         self.paths = paths
         self.listener = listener
         self._alive_fd = alive_fd
+        self._spare = -1
+        self.keep_spare()
+
+    def keep_spare(self) -> None:
+        """Hold a descriptor back, with which a client can be told that there are no more."""
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def accept(self) -> tuple[socket.socket | None, OSError | None]:
+        """The next connection, if there is one; with an error if it can only be refused.
+
+        Call :meth:`keep_spare` once that connection is closed. OSError when none can be taken.
+        """
+        try:
+            return self.listener.accept()[0], None
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return None, None
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR or self._spare < 0:
+                self.keep_spare()
+                raise
+            os.close(self._spare)
+            self._spare = -1
+            return self.listener.accept()[0], error
 
     @classmethod
     def take(cls, paths: RuntimePaths) -> Residence:
@@ -229,6 +278,9 @@ class Residence:
     def close(self) -> None:
         """Close the socket and free the life lock; the last thing an agent does."""
         self.listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         os.close(self._alive_fd)
 
 
@@ -237,6 +289,7 @@ class ReadySignal:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self.is_used = False
         os.set_inheritable(fd, False)
 
     def ready(self) -> None:
@@ -248,6 +301,7 @@ class ReadySignal:
         self._say({"ready": False, "reason": reason[:4000]})
 
     def _say(self, answer: dict[str, object]) -> None:
+        self.is_used = True
         try:
             os.write(self._fd, json.dumps(answer).encode())
         except BrokenPipeError:
@@ -291,6 +345,18 @@ def detach(*, double_fork: bool = True) -> None:
         os.setsid()
     os.chdir("/")
     os.umask(0o077)
+
+
+def take_all_processors() -> tuple[int, int]:
+    """Run on every processor that the cgroup allows, not only on those of the rank that started it.
+
+    Only while the process has one thread. How many it had, and how many it has now.
+    """
+    before = len(os.sched_getaffinity(0))
+    # Those outside the cpuset are left out by the system.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return before, len(os.sched_getaffinity(0))
 
 
 def raise_fd_limit() -> int:

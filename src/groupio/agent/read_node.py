@@ -272,6 +272,12 @@ class NodeRead:
                 self._flow.memory.take_back(slot)
             self.guarded(self.go_on)()
 
+    def lends_to(self, client: str) -> bool:
+        """A rank may be looking at chunks of this read."""
+        return client in self._fenced or any(
+            r.peer.client == client for r in self.requests.values()
+        )
+
     def _leave(self, who: str, *, fenced: bool) -> None:
         request = self.requests.pop(who, None)
         if request is None:

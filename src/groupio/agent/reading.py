@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from groupio.agent.holdings import Holdings
 from groupio.agent.read_node import NodeRead
 from groupio.agent.read_window import window_bytes
 from groupio.client.chunk_reader import default_threads
+from groupio.exhaustion import ThreadPool
 from groupio.fabric.base import Fabric, Served
 from groupio.format.records import parse_key
 from groupio.model import DecisionKey
@@ -39,8 +39,8 @@ class Reads:
         self.fabric = fabric
         self.changed = threading.Condition()
         """Notified when peers can get more chunks."""
-        self.pool = ThreadPoolExecutor(default_threads(), "read")
-        self.storage = ThreadPoolExecutor(default_threads(), "read-store")
+        self.pool = ThreadPool(default_threads(), "read")
+        self.storage = ThreadPool(default_threads(), "read-store")
         """Its threads may sleep; what is here already does not wait for them."""
         self._reads: dict[tuple[str, str], NodeRead] = {}
         self._addresses: dict[str, dict[str, str]] = {}
@@ -67,6 +67,10 @@ class Reads:
         """A rank is gone; ``fenced``: it looks at no memory any more."""
         for read in list(self._reads.values()):
             read.client_left(client, fenced=fenced)
+
+    def lends_to(self, client: str) -> bool:
+        """A rank may be looking at memory of a read."""
+        return any(read.lends_to(client) for read in self._reads.values())
 
     # -- the controller ---------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ others find it. Imports little, because every rank runs it before its first save
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +21,8 @@ import groupio
 from groupio import wire
 from groupio.agent import process
 from groupio.errors import AgentLost
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
 _CONNECT_S = 5.0
@@ -48,6 +52,8 @@ def ensure_agent(settings: AgentSettings, timeout_s: float = 30.0) -> Path:
     deadline = time.monotonic() + timeout_s
     paths = agent_paths(settings)
     process.make_runtime_dir(paths)
+    if paths.note:
+        _say_once(paths.note)
     while not _answers(paths):
         with process.starter_lock(paths, deadline):
             # Another client may have started one while this one waited for the lock.
@@ -65,6 +71,11 @@ def ensure_agent(settings: AgentSettings, timeout_s: float = 30.0) -> Path:
             )
         time.sleep(_POLL_S)
     return paths.socket
+
+
+@lru_cache
+def _say_once(note: str) -> None:
+    log.warning("%s", note)
 
 
 def _answers(paths: process.RuntimePaths) -> bool:

@@ -16,6 +16,7 @@ from groupio.errors import (
     GroupIOError,
     GroupTimeout,
     IntegrityError,
+    InvalidInput,
     StorageError,
     from_wire,
     to_wire,
@@ -61,7 +62,7 @@ class Unjoined:
         self._why = error.message
         if self._said.is_due(error.message):
             log.warning("the store %s cannot be used: %s", self._job.path, error.message)
-        lasting = isinstance(error, StorageError | IntegrityError | FormatError)
+        lasting = isinstance(error, StorageError | IntegrityError | FormatError | InvalidInput)
         waiting = [] if not lasting or reasons.is_away(error) else self.waiting()
         self._tries = self._tries + 1 if waiting else 0
         if self._tries >= UNUSABLE_TRIES:

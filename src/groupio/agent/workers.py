@@ -45,6 +45,7 @@ class BouncePool:
 
     def __init__(self, count: int) -> None:
         self._left = count
+        self._made = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
 
@@ -52,14 +53,24 @@ class BouncePool:
         """A buffer with arbitrary content, or None when ``should_stop`` says so first.
 
         Waits until one is given back, which the writer threads do whatever becomes of the job.
+        OSError when the system has no memory for the first one.
         """
         with self._changed:
             while not should_stop():
                 if self._free:
                     return self._free.pop()
                 if self._left > 0:
-                    self._left -= 1
-                    return _new_buffer()
+                    try:
+                        buffer = _new_buffer()
+                    except OSError:
+                        # With fewer of them all takes longer; without any there is nothing to
+                        # wait for.
+                        if not self._made:
+                            raise
+                    else:
+                        self._left -= 1
+                        self._made += 1
+                        return buffer
                 self._changed.wait(0.05)
         return None
 

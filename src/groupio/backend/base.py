@@ -44,8 +44,16 @@ FOLDERS = (EPOCHS, PREPARED, INFLIGHT, SEGMENTS, LINEAGES, CONTROLLERS)
 RECORD_BYTES_MAX = HEADER_BYTES + ROOT_BYTES_MAX
 """Largest record that is read whole, in bytes; only manifests are larger, and read in parts."""
 
+CATALOGUE = "catalogue"
+"""The file in ``ROOT`` that says what older decisions say, to save opening them; see
+:mod:`groupio.format.catalogue`."""
+
 STORE_RECORD = "groupio.json"
 """The record in ``ROOT`` that makes a directory a store."""
+
+
+MARK_BYTES_MAX = 64
+"""Bytes read of a mark; a real one has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,13 @@ class Backend(Protocol):
         """The names in ``folder`` in ascending order, without unfinished ones; [] if absent."""
         ...
 
+    def identities(self, folder: str) -> dict[str, int]:
+        """What :meth:`list` gives, each name with a number that another file has not; one listing.
+
+        The number is the inode, 0 where a store has none: then the name alone tells.
+        """
+        ...
+
     def exists(self, folder: str, name: str) -> bool:
         """Whether there is such a name."""
         ...
@@ -246,6 +261,33 @@ class Backend(Protocol):
 
         In both cases the record that is there is durable on return. When an error says
         ``outcome="unknown"`` the record may be there: read it.
+        """
+        ...
+
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before.
+
+        Whoever sees the same store finds it by its name once this returns, as soon as the caches
+        of the file system let them. Not durable; one that is left over is removed with other
+        unfinished files, by age.
+        """
+        ...
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet).
+
+        InvalidInput when no mark has such a name.
+        """
+        ...
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
+        ...
+
+    def replace(self, folder: str, name: str, data: bytes) -> None:
+        """Write a derived file in the place of an older one, whole or not at all.
+
+        Its bytes are durable on return, its name is not. Never for records.
         """
         ...
 

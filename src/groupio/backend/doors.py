@@ -48,9 +48,8 @@ class DoorFile:
         self._near = folder
         self._fd = -1
         try:
-            self._fd = os.open(name, _DOOR_FILE, modes.file, dir_fd=folder.fd)
-            if modes.exact:
-                os.fchmod(self._fd, modes.file)
+            self._fd = os.open(name, _DOOR_FILE, modes.asked[0], dir_fd=folder.fd)
+            modes.settle(self._fd, folder.fd)
         except OSError as error:
             self.close()
             raise storage_error(error, self.path, "create", near=folder.fd) from error
@@ -141,7 +140,7 @@ class NewDoor:
 class Doors:
     """The doors of one store, by name (the epoch in decimal)."""
 
-    def __init__(self, root: Folder, modes: Callable[[], Modes]) -> None:
+    def __init__(self, root: Folder, modes: Modes) -> None:
         """Use :meth:`groupio.backend.posix.PosixBackend.doors`."""
         self._root = root
         self._modes = modes
@@ -150,14 +149,16 @@ class Doors:
 
     def create(self, name: str) -> NewDoor:
         """A new door, to be published as ``name``. Old unfinished ones are removed."""
-        modes = self._modes()
+        modes = self._modes
         folder = self._existing()
         if folder is None:
             folder = self._opened = make_folder(self._root, DOORS, modes)
         # Its maker may have died before the flush.
         self._root.sync(force=True)
         new = NewDoor(folder, name, modes)
-        self._remove_abandoned(folder, new.temporary)
+        made = find(folder, new.temporary)
+        if made is not None:
+            self.remove_unfinished(made[3], but=new.temporary)
         return new
 
     def list(self) -> builtins.list[str]:
@@ -179,6 +180,21 @@ class Doors:
         """Directories of doors that are being made, or whose makers died; a later door removes
         those of the dead."""
         return [name for name in self._names() if name.startswith(".")]
+
+    def remove_unfinished(
+        self, now_ns: int, older_than_s: float = ABANDONED_AGE_S, *, but: str = ""
+    ) -> int:
+        """Remove what killed processes left, all but the one named; how many there were.
+
+        ``now_ns`` is the time by the clock of the store, in nanoseconds since 1970.
+        """
+        folder, count = self._existing(), 0
+        for name in self.unfinished():
+            there = None if folder is None or name == but else find(folder, name)
+            if folder is not None and there is not None and now_ns - there[3] > older_than_s * 1e9:
+                _remove_tree(folder, name)
+                count += 1
+        return count
 
     def sizes(self, name: str) -> dict[str, int]:
         """The files of a door and their sizes in bytes; empty when there is no such door."""
@@ -249,16 +265,6 @@ class Doors:
             raise storage_error(error, folder.path, "read") from error
         finally:
             folder.close()
-
-    def _remove_abandoned(self, folder: Folder, newest: str) -> None:
-        """Remove what killed processes left; age is measured by the clock of the store."""
-        made = find(folder, newest)
-        now = made[3] if made is not None else 0
-        for name in self._names():
-            if name.startswith(".") and name != newest:
-                there = find(folder, name)
-                if there is not None and now - there[3] > ABANDONED_AGE_S * 1e9:
-                    _remove_tree(folder, name)
 
 
 def _open(folder: Folder, file: str) -> PosixReader:

@@ -6,6 +6,7 @@ import errno
 import os
 
 from groupio.errors import GroupIOError, Outcome, StorageError, StorageFull
+from groupio.exhaustion import NO_DESCRIPTOR, why
 
 _ADVICE = {
     errno.EROFS: "the file system is mounted read-only",
@@ -15,7 +16,7 @@ _ADVICE = {
     errno.ELOOP: "groupio follows no symbolic links inside a store: replace it by the real thing",
     errno.EIO: "the device failed: check its health and the kernel log",
     errno.ESTALE: "the file system went away: mount it again and reopen the store",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "the process (ulimit -f) or the file system takes no file of that size",
     errno.ENAMETOOLONG: "use a shorter path",
 }
 
@@ -41,12 +42,19 @@ def storage_error(
         free = _free_bytes(near) if number == errno.ENOSPC else None
         need = "" if needed is None else f", {needed} bytes are needed"
         left = "" if free is None else f", {free} bytes are free"
-        why = "the disk is full" if number == errno.ENOSPC else "the disk quota is used up"
+        full = "the disk is full" if number == errno.ENOSPC else "the disk quota is used up"
         return StorageFull(
-            f"cannot {doing} {path}: {why}{need}{left}; free some space or use another store",
+            f"cannot {doing} {path}: {full}{need}{left}; free some space or use another store",
             path=path,
             needed=needed,
             free=free,
+            outcome=outcome,
+        )
+    if number in NO_DESCRIPTOR:
+        return StorageError(
+            f"cannot {doing} {path}, which is not the store's fault: {why(error)}",
+            path=path,
+            errno=number,
             outcome=outcome,
         )
     advice = _ADVICE.get(number)

@@ -6,6 +6,7 @@ symbolic link, so a mount or a rename over the store's path cannot send bytes el
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -33,23 +34,65 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Permission bits for what a store creates; ``exact`` overrules the process's umask."""
+    """Permission bits for what a store creates.
 
-    file: int = 0o600
-    directory: int = 0o700
+    ``exact``: they are set whatever the umask of this process, else that is applied to them.
+    ``stated``: somebody asked for them, so that a file system without them is an error.
+    """
+
+    file: int = 0o666
+    directory: int = 0o777
     exact: bool = False
+    stated: bool = False
 
     @classmethod
-    def of(cls, file_mode: int | None) -> Modes:
-        """Private for None; else ``file_mode``, with directories open to those who may read."""
+    def of(cls, file_mode: int | None, umask: int | None = None) -> Modes:
+        """Those that a process with ``umask`` would give (None: this one).
+
+        ``file_mode`` overrules it, with directories open to those who may read.
+        """
         if file_mode is None:
-            return cls()
+            if umask is None:
+                return cls()
+            # A store that its owner cannot use would be of no use to anybody.
+            return cls(0o666 & ~umask | 0o600, 0o777 & ~umask | 0o700, exact=True)
         if file_mode & ~0o666 or file_mode & 0o600 != 0o600:
             raise InvalidInput(
                 f"file_mode 0o{file_mode:o} does not suit a store: the owner must read and "
                 "write (0o600), others may be given read or write, such as 0o640 or 0o660"
             )
-        return cls(file_mode, file_mode | (file_mode & 0o444) >> 2, exact=True)
+        directory = file_mode | (file_mode & 0o444) >> 2
+        return cls(file_mode, directory, exact=True, stated=True)
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """The modes to make a file and a directory with, before :meth:`settle`.
+
+        The system takes the umask off them, or what a list of the parent leaves out.
+        """
+        return (0o666, 0o777) if self.exact and not self.stated else (self.file, self.directory)
+
+    def settle(self, made: int, parent: int | str) -> None:
+        """Give an open file or directory that was just made in ``parent`` its mode. OSError."""
+        if not self.exact or (not self.stated and _has_default_acl(parent)):
+            return  # the list of the parent took the place of the umask already
+        now = os.fstat(made).st_mode
+        # A new directory has the group of a setgid parent, and its bit.
+        wanted = self.directory | now & stat.S_ISGID if stat.S_ISDIR(now) else self.file
+        if stat.S_IMODE(now) == wanted:
+            return
+        try:
+            os.fchmod(made, wanted)
+        except PermissionError:
+            if self.stated:  # else: such a file system gives all files the modes of its mount
+                raise
+
+
+def _has_default_acl(directory: int | str) -> bool:
+    try:
+        return bool(os.getxattr(directory, "system.posix_acl_default"))
+    except OSError:  # there is none, or the file system has no such lists
+        return False
 
 
 class Folder:
@@ -170,18 +213,26 @@ def make_folder(parent: Folder, name: str, modes: Modes) -> Folder:
     except FileNotFoundError:
         pass
     try:
-        os.mkdir(name, modes.directory, dir_fd=parent.fd)
-        if modes.exact:
-            os.chmod(name, modes.directory, dir_fd=parent.fd)
+        os.mkdir(name, modes.asked[1], dir_fd=parent.fd)
+        made = True
     except FileExistsError:
-        pass  # another process was faster; both flush
+        made = False  # another process was faster; both flush
     except OSError as error:
         raise storage_error(error, path, "create", near=parent.fd) from error
     parent.entry_made()
     try:
-        return open_folder(parent, name)
+        folder = open_folder(parent, name)
     except FileNotFoundError as error:
         raise storage_error(error, path, "open") from error
+    try:
+        if made:
+            modes.settle(folder.fd, parent.fd)
+    except OSError as error:
+        folder.close()
+        with contextlib.suppress(OSError):  # an empty directory hurts nobody
+            os.rmdir(name, dir_fd=parent.fd)
+        raise storage_error(error, path, "set the mode of") from error
+    return folder
 
 
 def open_root(path: str) -> Folder:
@@ -213,9 +264,12 @@ def make_root(path: str, modes: Modes) -> list[str]:
         step = os.path.dirname(step)
     for directory in reversed(missing):
         try:
-            os.mkdir(directory, modes.directory)
-            if modes.exact:
-                os.chmod(directory, modes.directory)
+            os.mkdir(directory, modes.asked[1])
+            fd = os.open(directory, _OPEN_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                modes.settle(fd, os.path.dirname(directory))
+            finally:
+                close_quietly(fd)
         except FileExistsError:
             pass  # another process was faster; both flush
         except OSError as error:

@@ -16,16 +16,33 @@ _SHARED = frozenset(
 
 def filesystem_type(fd: int) -> str:
     """The type of the file system that ``fd`` is on, such as "ext4"; "unknown" without /proc."""
+    return _mount(fd)[0]
+
+
+def keeps_modes(fd: int) -> bool:
+    """Whether somebody compares the mode of files on the file system of ``fd`` with the caller.
+
+    False for mounts that serve every user of the machine with the rights of the one who mounted.
+    """
+    kind, options = _mount(fd)
+    if kind == "fuse" or kind.startswith("fuse."):
+        return "allow_other" not in options or "default_permissions" in options
+    return not (kind in ("cifs", "smb3") and "noperm" in options)
+
+
+def _mount(fd: int) -> tuple[str, frozenset[str]]:
+    """The type of the mount that ``fd`` is on, and the options of its file system."""
     try:
         mount = _mount_id(fd)
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             for line in file:
                 fields = line.split()
                 if fields[0] == mount:
-                    return fields[fields.index("-") + 1]
+                    kind, _, options = fields[fields.index("-") + 1 :][:3]
+                    return kind, frozenset(options.split(","))
     except (OSError, ValueError, IndexError):
-        return UNKNOWN
-    return UNKNOWN
+        pass  # without /proc nothing is known
+    return UNKNOWN, frozenset()
 
 
 def _mount_id(fd: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import time
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from groupio.backend.base import (
     EPOCHS,
     FOLDERS,
+    MARK_BYTES_MAX,
     PREPARED,
     ROOT,
     SEGMENTS,
@@ -38,13 +40,16 @@ from groupio.backend.records import (
     TEMPORARY,
     FileId,
     Placer,
+    PosixReader,
     find,
+    open_regular,
+    private_file,
     remove_quietly,
     write_temporary,
 )
 from groupio.backend.segments import BUFFERED, PosixSegment
 from groupio.backend.tree import PosixTree, store_path
-from groupio.errors import GroupIOError, NotFound, Outcome, StorageError
+from groupio.errors import GroupIOError, InvalidInput, NotFound, Outcome, StorageError
 from groupio.format import records as format_records
 from groupio.format.limits import STORE_FORMAT
 from groupio.model import PAGE_BYTES
@@ -55,6 +60,9 @@ if TYPE_CHECKING:
 
 _STORE_RECORD_LIMIT = 1 << 20
 """Bytes read of a store record; a real one has a few hundred, more is damage."""
+
+_MARK = re.compile(re.escape(TEMPORARY) + r"[0-9a-f]{24}")
+"""The names that :func:`write_temporary` makes."""
 
 _PREPARED_LIMIT = 64
 """Prepared records remembered at once; a few epochs are ever in flight."""
@@ -77,18 +85,23 @@ class PosixBackend(PosixTree):
 
     @classmethod
     def open(
-        cls, store: str | os.PathLike[str], *, create: bool, file_mode: int | None = None
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        create: bool,
+        file_mode: int | None = None,
+        umask: int | None = None,
     ) -> Self:
         """Open the store at a path or ``file://`` URL.
 
         With ``create`` the directory and its folders are made if absent and are durable on
-        return, with all directories above them. ``file_mode`` are the permission bits of new
-        files (None: private to the user). NotFound when it is absent and not to be created;
-        StorageError when it is a file (ENOTDIR) or may not be read (EACCES). A store that
-        cannot be written opens for reading.
+        return, with all directories above them. New files and directories have the modes that
+        a process with ``umask`` gives them (None: this one), or ``file_mode``. NotFound when it
+        is absent and not to be created; StorageError when it is a file (ENOTDIR) or may not be
+        read (EACCES). A store that cannot be written opens for reading.
         """
         path = store_path(store)
-        modes = Modes.of(file_mode)
+        modes = Modes.of(file_mode, umask)
         made = make_root(path, modes) if create else []
         try:
             root = open_root(path)
@@ -314,6 +327,51 @@ class PosixBackend(PosixTree):
             where.sync(force=not placed, outcome=Outcome.UNKNOWN)
         return placed
 
+    def leave_mark(self, folder: str, data: bytes) -> str:
+        """A new small file that no listing shows, and its name, which was never used before."""
+        name, _ = write_temporary(self._writable(folder), data, self._modes, durable=False)
+        return name
+
+    def find_mark(self, folder: str, name: str) -> bytes | None:
+        """What :meth:`leave_mark` wrote under this name; None when nothing is there (yet)."""
+        _check_mark(name)
+        path = self._where(folder, name)
+        try:
+            fd, status = open_regular(self._folder(folder), name)
+        except FileNotFoundError:
+            return None
+        with PosixReader(fd, status.st_size, path) as reader:
+            return reader.read(0, min(reader.size, MARK_BYTES_MAX))
+
+    def remove_mark(self, folder: str, name: str) -> None:
+        """Remove the mark if it is there."""
+        _check_mark(name)
+        try:
+            os.unlink(name, dir_fd=self._folder(folder).fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(error, self._where(folder, name), "remove") from error
+
+    def replace(self, folder: str, name: str, data: bytes) -> None:
+        """Write a derived file in the place of an older one, whole or not at all.
+
+        Its bytes are durable on return, its name is not.
+        """
+        self._rename_new(self._writable(folder), check_name(name), data)
+
+    def _rename_new(self, folder: Folder, name: str, data: bytes) -> FileId:
+        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
+        try:
+            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        except OSError as error:
+            path = os.path.join(folder.path, name)
+            full = storage_error(error, path, "create", near=folder.fd)
+            remove_quietly(folder, temporary)
+            raise full from error
+        folder.entry_made()
+        return identity
+
     def prepare(self, key: DecisionKey, data: bytes) -> None:
         """Write the record that :meth:`commit_prepared` makes the decision; its bytes are durable.
 
@@ -321,14 +379,7 @@ class PosixBackend(PosixTree):
         decision makes it so: it is flushed once, and before that nothing survives the node.
         """
         name, folder = check_name(str(key)), self._writable(PREPARED)
-        temporary, identity = write_temporary(folder, data, self._modes, durable=True)
-        try:
-            os.rename(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-        except OSError as error:
-            full = storage_error(error, self._where(PREPARED, name), "create", near=folder.fd)
-            remove_quietly(folder, temporary)
-            raise full from error
-        folder.entry_made()
+        identity = self._rename_new(folder, name, data)
         if not self._node_local:
             folder.sync()
         with self._lock:
@@ -378,16 +429,16 @@ class PosixBackend(PosixTree):
         self._writable(folder).sync(force=force)
 
     def doors(self) -> Doors:
-        """The doors of the store; what is made there has the permissions of its segments."""
-        return Doors(self._root, self._door_modes)
+        """The doors of the store; what is made there has the modes of this backend's files."""
+        return Doors(self._root, self._modes)
 
-    def _door_modes(self) -> Modes:
-        segments = self._writable(SEGMENTS)
-        try:
-            mode = os.fstat(segments.fd).st_mode & 0o777
-        except OSError as error:
-            raise storage_error(error, segments.path, "look at") from error
-        return Modes(mode & 0o666, mode, exact=True)
+    def private_file(self, folder: str, name: str, data: bytes) -> bytes:
+        """The bytes of a file that only this user can read, made with ``data`` if absent.
+
+        Its mode is 0600, whatever the modes of the store. :class:`NotPrivate` where the store
+        cannot keep it so, or it is another user's.
+        """
+        return private_file(self._writable(folder), check_name(name), data)
 
     @property
     def is_sound(self) -> bool:
@@ -401,7 +452,7 @@ class PosixBackend(PosixTree):
         return all(folder.is_sound for folder in list(self._folders.values()))
 
     def remove_temporary(self, older_than_s: float) -> int:
-        """Remove unfinished records that killed writers left; how many there were.
+        """Remove unfinished records and doors that killed writers left; how many there were.
 
         Age is measured by the store's clock. A writer paused for longer than that finds its
         record gone and fails typed, so take a time that no living writer needs.
@@ -410,13 +461,22 @@ class PosixBackend(PosixTree):
         remove_quietly(self._root, probe)
         count = 0
         for folder in (ROOT, *FOLDERS):
-            for name in self._names(folder):
-                if name.startswith(TEMPORARY):
-                    there = find(self._folder(folder), name)
-                    if there is not None and now - there[3] > older_than_s * 1e9:
-                        remove_quietly(self._folder(folder), name)
-                        count += 1
+            for name in self.unfinished(folder):
+                there = find(self._folder(folder), name)
+                if there is not None and now - there[3] > older_than_s * 1e9:
+                    remove_quietly(self._folder(folder), name)
+                    count += 1
+        try:
+            with self.doors() as doors:
+                count += doors.remove_unfinished(now, older_than_s)
+        except GroupIOError:
+            pass  # whatever is in the place of the doors, saves do without it
         return count
+
+
+def _check_mark(name: str) -> None:
+    if not _MARK.fullmatch(name):
+        raise InvalidInput(f"{name[:80]!r} is not the name of a mark in a store")
 
 
 def _corresponds(mine: Folder, root: Folder, old: Folder, old_root: Folder) -> bool:

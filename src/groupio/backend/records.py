@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 
+from groupio.backend import mounts
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, Modes
 from groupio.errors import IntegrityError, Outcome, StorageError
@@ -85,15 +86,14 @@ def write_temporary(
     path = os.path.join(folder.path, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, modes.file, dir_fd=folder.fd)
+        fd = os.open(name, flags, modes.asked[0], dir_fd=folder.fd)
     except OSError as error:
         raise storage_error(
             error, path, "create a record in", needed=len(data), near=folder.fd
         ) from error
     try:
         try:
-            if modes.exact:
-                os.fchmod(fd, modes.file)
+            modes.settle(fd, folder.fd)
             write_all(fd, data, 0)
             if durable:
                 os.fsync(fd)
@@ -123,6 +123,80 @@ def remove_quietly(folder: Folder, name: str) -> None:
         os.unlink(name, dir_fd=folder.fd)
     except OSError:
         pass  # cleaning up after another error, or of a leftover that readers ignore
+
+
+class NotPrivate(Exception):
+    """A file cannot be kept from other users; the message says why. Internal."""
+
+
+_PRIVATE_BYTES_MAX = 4096
+
+
+def private_file(folder: Folder, name: str, data: bytes) -> bytes:
+    """The bytes of a file that only this user can read, made with ``data`` if absent.
+
+    Its mode is 0600, whatever the umask. NotPrivate where that does not hold: the file system
+    gives files other modes or owners, or does not look at them; the file is a link, another
+    user's, or open to others.
+    """
+    path = os.path.join(folder.path, name)
+    if not mounts.keeps_modes(folder.fd):
+        raise NotPrivate(f"its file system lets every user read {path} whatever its mode")
+    found = _read_private(folder, name, path)
+    if found is not None:
+        return found
+    try:
+        modes = Modes(0o600, exact=True, stated=True)
+        temporary, identity = write_temporary(folder, data, modes, durable=True)
+    except StorageError as error:
+        if error.errno == errno.EPERM:  # the answer to the change of the mode
+            raise NotPrivate(f"the file system of {path} does not give it the mode 0600") from None
+        raise
+    try:
+        _check_private(os.stat(temporary, dir_fd=folder.fd, follow_symlinks=False), path)
+        Placer().place(folder, temporary, folder, name, identity)
+    except OSError as error:
+        raise storage_error(error, path, "look at") from error
+    finally:
+        remove_quietly(folder, temporary)
+    found = _read_private(folder, name, path)
+    if found is None:
+        raise storage_error(OSError(errno.ENOENT, "it was removed"), path, "read")
+    return found
+
+
+def _read_private(folder: Folder, name: str, path: str) -> bytes | None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=folder.fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPrivate(f"{path} is a symbolic link: remove it") from None
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise NotPrivate(f"{path} belongs to another user") from None
+        raise storage_error(error, path, "open") from error
+    try:
+        _check_private(os.fstat(fd), path)
+        return os.read(fd, _PRIVATE_BYTES_MAX)
+    except OSError as error:
+        raise storage_error(error, path, "read") from error
+    finally:
+        close_quietly(fd)
+
+
+def _check_private(status: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPrivate(f"{path} is not a regular file: remove it")
+    if status.st_uid != os.geteuid():
+        raise NotPrivate(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode != 0o600:
+        raise NotPrivate(
+            f"{path} has the mode {mode:04o} instead of 0600: correct it, unless its file system "
+            "gives all files that mode"
+        )
 
 
 class Placer:

@@ -164,9 +164,8 @@ def _create(folder: Folder, name: str, modes: Modes, path: str) -> tuple[int, st
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = -1
     try:
-        fd = os.open(name, flags, modes.file, dir_fd=folder.fd)
-        if modes.exact:
-            os.fchmod(fd, modes.file)
+        fd = os.open(name, flags, modes.asked[0], dir_fd=folder.fd)
+        modes.settle(fd, folder.fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)

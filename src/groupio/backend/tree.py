@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from groupio.backend.base import FOLDERS, ROOT, SEGMENTS, read_record
 from groupio.backend.faults import close_quietly, storage_error
 from groupio.backend.folders import Folder, check_name, open_folder
-from groupio.backend.records import PosixReader, find, open_regular
+from groupio.backend.records import TEMPORARY, PosixReader, find, open_regular
 from groupio.errors import IntegrityError, InvalidInput, NotFound
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(?=://)")
@@ -63,17 +63,30 @@ class PosixTree:
         """The names in ``folder`` in ascending order, without unfinished ones; [] if absent."""
         return [name for name in self._names(folder) if not name.startswith(".")]
 
+    def unfinished(self, folder: str) -> builtins.list[str]:
+        """The names in ``folder`` of records that are being written, or whose writers died."""
+        return [name for name in self._names(folder) if name.startswith(TEMPORARY)]
+
+    def identities(self, folder: str) -> dict[str, int]:
+        """What :meth:`list` gives, each name with its inode, from one listing."""
+        entries = self._entries(folder)
+        return {name: entries[name] for name in sorted(entries) if not name.startswith(".")}
+
     def _names(self, folder: str) -> builtins.list[str]:
+        return sorted(self._entries(folder))
+
+    def _entries(self, folder: str) -> dict[str, int]:
         try:
             where = self._folder(folder)
             # A descriptor of its own: threads that list would share the reading position.
             fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where.fd)
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise storage_error(error, self._where(folder), "open") from error
         try:
-            return sorted(os.listdir(fd))
+            with os.scandir(fd) as listing:
+                return {entry.name: entry.inode() for entry in listing}
         except OSError as error:
             raise storage_error(error, where.path, "list") from error
         finally:

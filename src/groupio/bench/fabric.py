@@ -37,6 +37,7 @@ from groupio.fabric.tcp import STREAMS, TcpFabric
 from groupio.model import CHUNK_BYTES
 
 JOB = "bench"
+_TOKEN = b"of one measurement"
 DEADLINE_S = 60.0
 
 
@@ -73,7 +74,7 @@ def _cpu_s(pid: int) -> float:
 def _serve(chunks: int, pipe: Connection) -> None:
     """The sending process: serves the fabric, and one raw stream for each "raw" it is told."""
     memory = _Memory(chunks, fill=True)
-    with TcpFabric() as fabric, socket.create_server(("127.0.0.1", 0)) as listener:
+    with TcpFabric(token=_TOKEN) as fabric, socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send((fabric.serve(memory), list(memory.by_digest), listener.getsockname()))
         while (passes := pipe.recv()) is not None:
             sock, _ = listener.accept()
@@ -128,7 +129,10 @@ def measure(chunks: int, passes: int, turns: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     cpu_seconds: dict[str, list[float]] = {}
     load_before = os.getloadavg()[0]
-    with TcpFabric(verify=False) as plain, TcpFabric() as checked:
+    with (
+        TcpFabric(token=_TOKEN, verify=False) as plain,
+        TcpFabric(token=_TOKEN) as checked,
+    ):
         tasks: dict[str, Callable[[], None]] = {
             "raw": lambda: _raw(pipe, target, into, passes),
             "without_digests": lambda: _fabric(plain, address, digests, into, passes),

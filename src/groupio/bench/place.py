@@ -42,7 +42,7 @@ class Place:
     def start(self) -> float:
         """Wait for all ranks, then until one common moment; its reading of time.monotonic."""
         dist.barrier()
-        moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
+        moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64, device="cpu")
         dist.broadcast(moment, 0)
         at = float(moment[0])
         time.sleep(max(at - time.monotonic(), 0.0))
@@ -50,7 +50,7 @@ class Place:
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values."""
-        tensor = torch.tensor([value], dtype=torch.float64)
+        tensor = torch.tensor([value], dtype=torch.float64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor[0])
 

@@ -64,7 +64,7 @@ class _Work:
 
     def __init__(self, seconds: float, place: Place) -> None:
         torch.set_num_threads(1)
-        self._matrix = torch.full((384, 384), 1e-3)
+        self._matrix = torch.full((384, 384), 1e-3, device="cpu")
         self._times = _WARM_UP
         self.do()  # the first products are slower
         place.start()

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from groupio.backend.base import EPOCHS, LINEAGES, RandomReader, read_record
+from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.cli.output import CommandError
+from groupio.client.address import store_address
+from groupio.client.store_parts import is_store, part_store, parts_in
 from groupio.client.store_reader import check_is_store
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
-    AbortRecord,
-    RecordKind,
     StoreRecord,
-    decode_abort,
     decode_lineage,
-    decode_record_kind,
     parse_key,
     parse_lineage_name,
 )
 from groupio.model import DecisionKey, EpochHeader, Lineage
 from groupio.protocol import lineage as lines
-
-HEAD_BYTES = 4096
-"""The first bytes of a record that tell its kind."""
+from groupio.store.catalogue import Decisions, read_decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +40,9 @@ class Catalog:
     """The decisions of a store by key, and what could not be read of them."""
 
     record: StoreRecord
+    decisions: Decisions
     lineages: tuple[Lineage, ...] = ()
     committed: dict[DecisionKey, EpochHeader] = field(default_factory=dict)
-    aborted: dict[DecisionKey, AbortRecord] = field(default_factory=dict)
     unreadable: list[Unreadable] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Files whose names are not those of decisions or lineages."""
@@ -93,8 +90,17 @@ class Catalog:
         return f"there is {shown}" if len(epochs) <= 8 else f"the newest are {shown}"
 
 
+def with_parts(store: str) -> list[tuple[str | None, str]]:
+    """The stores of a step's parts, the unnamed one first; without it where only parts exist."""
+    path = store_address(store)
+    parts: list[tuple[str | None, str]] = [
+        (part, os.fspath(part_store(path, part))) for part in parts_in(path)
+    ]
+    return parts if parts and not is_store(path) else [(None, store), *parts]
+
+
 @contextmanager
-def open_store(store: str) -> Iterator[PosixBackend]:
+def open_store(store: str | os.PathLike[str]) -> Iterator[PosixBackend]:
     """The store for reading; NotFound when there is none at that path, InvalidInput when a
     checkpoint of torch is."""
     backend = PosixBackend.open(store, create=False)
@@ -105,9 +111,13 @@ def open_store(store: str) -> Iterator[PosixBackend]:
         backend.close()
 
 
-def read_catalog(backend: PosixBackend) -> Catalog:
-    """List a store. What is damaged stands in ``unreadable``; it raises for the store alone."""
-    catalog = Catalog(backend.store_record())
+def read_catalog(backend: PosixBackend, *, from_files: bool = False) -> Catalog:
+    """List a store. What is damaged stands in ``unreadable``; it raises for the store alone.
+
+    With ``from_files`` every decision is read from its own file, whatever the catalogue says.
+    """
+    record = backend.store_record()
+    catalog = Catalog(record, Decisions(record.store_id))
     found = []
     for name in backend.list(LINEAGES):
         path = f"{backend.path}/{LINEAGES}/{name}"
@@ -119,31 +129,17 @@ def read_catalog(backend: PosixBackend) -> Catalog:
         except (FormatError, IntegrityError, NotFound, StorageError) as error:
             catalog.unreadable.append(Unreadable(path, error))
     catalog.lineages = tuple(found)
-    for name in backend.list(EPOCHS):
-        key = parse_key(name)
-        if key is None:
-            catalog.foreign.append(f"{backend.path}/{EPOCHS}/{name}")
-            continue
-        try:
-            _add_decision(catalog, backend, key)
-        except (FormatError, IntegrityError, NotFound, StorageError) as error:
-            path = f"{backend.path}/{EPOCHS}/{name}"
-            catalog.unreadable.append(Unreadable(path, error, key))
+    catalog.decisions = decisions = read_decisions(
+        backend, found, use_catalogue=not from_files, is_damage=lambda _: True
+    )
+    catalog.committed = decisions.headers()
+    catalog.unreadable += [
+        Unreadable(f"{backend.path}/{EPOCHS}/{key}", why, key)
+        for key, why in decisions.damaged.items()
+    ]
+    foreign = [name for name in backend.list(EPOCHS) if parse_key(name) is None]
+    catalog.foreign += [f"{backend.path}/{EPOCHS}/{name}" for name in foreign]
     return catalog
-
-
-def _add_decision(catalog: Catalog, backend: PosixBackend, key: DecisionKey) -> None:
-    with backend.reader(EPOCHS, str(key)) as reader:
-        kind = decode_record_kind(reader.read(0, min(reader.size, HEAD_BYTES)), reader.path)
-        if kind is RecordKind.COMMIT:
-            catalog.committed[key] = open_manifest(reader).header
-        elif kind is RecordKind.ABORT:
-            catalog.aborted[key] = decode_abort(read_record(reader), reader.path)
-        else:
-            raise FormatError(
-                f"{reader.path} is a record of kind {kind.name.lower()}, not a decision",
-                path=reader.path,
-            )
 
 
 def open_manifest(reader: RandomReader) -> ManifestReader:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import grp
 import importlib.metadata
 import os
 import platform
+import pwd
+import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -155,7 +158,8 @@ def check_runtime_dir(paths: process.RuntimePaths) -> Check:
     except GroupIOError as error:
         return Check("agent's place", Verdict.FAIL, error.message, "", data)
     living = "an agent runs" if data["running"] else "no agent runs"
-    return Check("agent's place", Verdict.OK, f"{paths.directory}, {living}", "", data)
+    verdict = Verdict.WARN if paths.note else Verdict.OK
+    return Check("agent's place", verdict, f"{paths.directory}, {living}", paths.note, data)
 
 
 def check_shared_memory(host: Host) -> Check:
@@ -240,9 +244,73 @@ def check_store(store: str) -> Iterator[Check]:
         except NotFound:
             finding = "a directory, not a store yet"
             yield Check("store", Verdict.OK, finding, "the first save makes it one")
+        yield check_access(backend.path)
         yield from _check_disk(backend.info())
     finally:
         backend.close()
+
+
+def check_access(path: str) -> Check:
+    """Who can read a store, by the modes of its directories and of its newest files."""
+    try:
+        return _access(Path(path))
+    except OSError as error:
+        finding = f"it cannot be seen who can read: {error.filename}: {error.strerror}"
+        return Check("access", Verdict.WARN, finding)
+
+
+def _access(root: Path) -> Check:
+    status = root.stat()
+    needed = [(root, status)]
+    for folder in ("epochs", "lineages", "segments"):
+        if (root / folder).is_dir():
+            needed.append((root / folder, (root / folder).lstat()))
+            newest = max((root / folder).iterdir(), default=None)
+            needed += [(newest, newest.lstat())] if newest is not None else []
+    owner, group = _name_of(pwd.getpwuid, status.st_uid), _name_of(grp.getgrgid, status.st_gid)
+    shut = {
+        "group": [where for where, found in needed if not _lets(found, 3, status.st_gid)],
+        "others": [where for where, found in needed if not _lets(found, 0, None)],
+    }
+    parents = [(parent, parent.stat()) for parent in root.resolve().parents]
+    blocking = {
+        "group": [p for p, found in parents if not _passes(found, status.st_gid)],
+        "others": [p for p, found in parents if not _passes(found, None)],
+    }
+    reads = {who: not shut[who] and not blocking[who] for who in shut}
+    finding = (
+        f"owner {owner} reads; group {group} {'reads' if reads['group'] else 'cannot read'}; "
+        f"others {'read' if reads['others'] else 'cannot read'}"
+    )
+    data = {"owner": owner, "group": group, "group_reads": reads["group"]} | {
+        "others_read": reads["others"],
+        "blocked_by": sorted({str(p) for where in blocking.values() for p in where}),
+    }
+    for who in ("group", "others"):
+        if not shut[who] and blocking[who]:
+            parent = blocking[who][0]
+            advice = f"the store lets {who} read, and {parent} lets them not pass: chmod a+x it"
+            return Check("access", Verdict.WARN, finding, advice, data)
+    advice = "" if reads["group"] else f"{shut['group'][0]} is not for the group: see umask(1)"
+    return Check("access", Verdict.OK, finding, advice if shut["group"] else "", data)
+
+
+def _lets(status: os.stat_result, shift: int, group: int | None) -> bool:
+    """Whether a class of users may read a file, or list and pass a directory."""
+    needed = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
+    mine = group is None or status.st_gid == group
+    return status.st_mode >> (shift if mine else 0) & needed == needed
+
+
+def _passes(status: os.stat_result, group: int | None) -> bool:
+    return bool(status.st_mode & (0o010 if group == status.st_gid else 0o001))
+
+
+def _name_of(look_up: Callable[[int], Any], number: int) -> str:
+    try:
+        return str(look_up(number)[0])
+    except KeyError:
+        return str(number)
 
 
 def _check_future_store(store: str) -> Iterator[Check]:

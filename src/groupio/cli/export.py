@@ -26,14 +26,16 @@ from groupio.cli.output import (
     text,
 )
 from groupio.cli.plainjson import to_json
-from groupio.cli.show import LineageOption, epoch_json, item_json
+from groupio.cli.show import LineageOption, PartOption, epoch_json, item_json
 from groupio.client.chunk_reader import default_threads
+from groupio.client.store_parts import part_store
 from groupio.client.store_reader import StoreReader
 from groupio.door.publish import has_door, make_door
 from groupio.errors import StorageFull
 from groupio.format.dtypes import dtype_from_name
 from groupio.format.manifest import ManifestReader
 from groupio.model import ItemKind, ItemSpec
+from groupio.settings import Settings
 
 INDEX = "index.json"
 TENSORS = "tensors.safetensors"
@@ -101,6 +103,7 @@ def export(
         int | None, typer.Option("--member", min=0, help="Only this rank's items.")
     ] = None,
     lineage: LineageOption = None,
+    part: PartOption = None,
     deadline_s: Annotated[
         float, typer.Option("--deadline", min=1, help="Seconds that one member may take.")
     ] = 3600.0,
@@ -113,7 +116,7 @@ def export(
     """
     if None not in (epoch, epoch_option):
         raise CommandError("give the epoch once: as EPOCH or with --epoch")
-    wanted = epoch or epoch_option
+    wanted, store = epoch or epoch_option, os.fspath(part_store(store, part))
     if dcp:
         if to is not None or member is not None:
             raise CommandError(
@@ -126,7 +129,7 @@ def export(
 
 
 def _export_door(store: str, epoch: str, lineage: int | None, as_json: bool) -> int:
-    with StoreReader.open(store) as reader:
+    with StoreReader.open(store, file_mode=Settings.from_env().file_mode) as reader:
         catalog = read_catalog(reader.backend)
         key = catalog.find(epoch, lineage)
         shown = catalog.visible.get(key.epoch, key)

@@ -5,14 +5,24 @@ Reading is done here; what must hold is said by :mod:`groupio.testing.invariants
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, INFLIGHT, PREPARED, SEGMENTS
+from groupio.backend.base import (
+    CATALOGUE,
+    EPOCHS,
+    FOLDERS,
+    INFLIGHT,
+    PREPARED,
+    ROOT,
+    SEGMENTS,
+    RandomReader,
+)
 from groupio.backend.posix import PosixBackend
-from groupio.cli.catalog import Catalog, Unreadable, open_manifest, read_catalog
+from groupio.cli.catalog import Catalog, Unreadable, read_catalog
 from groupio.door.check import check_door
 from groupio.errors import (
     FormatError,
@@ -21,15 +31,25 @@ from groupio.errors import (
     NotFound,
     StorageError,
 )
+from groupio.format.checks import check_manifest
 from groupio.format.envelope import HEADER_BYTES, read_envelope
-from groupio.format.manifest import ManifestReader
+from groupio.format.manifest import ManifestReader, SharedTables
 from groupio.format.records import parse_key, parse_segment_name
 from groupio.format.segment import SEGMENT_HEADER_BYTES, SegmentReader, decode_header
 from groupio.model import DecisionKey, Manifest
+from groupio.store.catalogue import check_catalogue
 from groupio.testing import invariants
 from groupio.testing.invariants import Decision, Observed, SegmentSummary, Violation
 
 READ_ERRORS = (FormatError, IntegrityError, NotFound, StorageError)
+
+WHOLE_BYTES = 1 << 20
+"""A manifest of up to this size is read at once."""
+
+UNFINISHED = (
+    "a record that is being written, or whose writer died; the next client removes it once it is a "
+    "day old"
+)
 
 STRANGER = "not a name of groupio"
 
@@ -87,7 +107,8 @@ class Inspector:
     def __init__(self, backend: PosixBackend, only: DecisionKey | None = None) -> None:
         self._backend = backend
         self._only = only
-        self._catalog: Catalog = read_catalog(backend)
+        self._catalog: Catalog = read_catalog(backend, from_files=True)
+        self._aborted = set(self._catalog.decisions.aborted)
         self._found: list[Damage] = []
         self._manifests: dict[DecisionKey, Manifest] = {}
         self._users: dict[str, set[int]] = {}
@@ -113,6 +134,7 @@ class Inspector:
         result.epochs_checked = tuple(sorted({key.epoch for key in self._manifests}))
         if self._only is None:
             result.leftovers = self._leftovers()
+            self._check_catalogue()
         self._doors(result, read_data, progress)
         self._found += map(self._of_violation, self._violations(result.store))
         result.damage = _joined(self._found)
@@ -124,15 +146,16 @@ class Inspector:
         for bad in self._catalog.unreadable:
             if self._only in (None, bad.key):
                 self._found.append(self._of_record(bad))
+        shared = SharedTables()
         for key in self._catalog.committed:
             if self._only not in (None, key):
                 continue
             path = f"{self._backend.path}/{EPOCHS}/{key}"
             try:
                 with self._backend.reader(EPOCHS, str(key)) as reader:
-                    opened = open_manifest(reader)
-                    opened.verify_structure()
+                    opened = ManifestReader(_at_once(reader), reader.size, reader.path, shared)
                     manifest = opened.manifest()
+                    check_manifest(manifest, reader.path, shared.chunk_lengths)
             except READ_ERRORS as error:
                 self._found.append(self._of_record(Unreadable(path, error, key)))
                 continue
@@ -144,6 +167,12 @@ class Inspector:
     def _of_record(self, bad: Unreadable) -> Damage:
         epochs = (bad.key.epoch,) if bad.key is not None else ()
         return Damage(self._record_kind(bad), bad.path, bad.error.message, None, epochs)
+
+    def _check_catalogue(self) -> None:
+        wrong = check_catalogue(self._backend, self._catalog.decisions)
+        if wrong:
+            detail = f"{wrong}; no epoch is hurt, and it is made again once it is removed"
+            self._found.append(Damage("corrupt", f"{self._backend.path}/{CATALOGUE}", detail))
 
     def _record_kind(self, bad: Unreadable) -> str:
         if isinstance(bad.error, NotFound):
@@ -299,7 +328,7 @@ class Inspector:
         ]
         decisions += [
             Decision(key, False, record.incarnation, record.write_id)
-            for key, record in catalog.aborted.items()
+            for key, record in catalog.decisions.aborts.items()
         ]
         return Observed(
             decisions=tuple(sorted(decisions, key=lambda d: d.key)),
@@ -339,7 +368,7 @@ class Inspector:
     # -- what nobody needs ---------------------------------------------------------------------
 
     def _leftovers(self) -> list[Leftover]:
-        decided = {*self._catalog.committed, *self._catalog.aborted}
+        decided = {*self._catalog.committed, *self._aborted}
         decided |= {bad.key for bad in self._catalog.unreadable if bad.key is not None}
         announced = {
             key
@@ -348,6 +377,10 @@ class Inspector:
             if (key := parse_key(name)) is not None
         }
         found = [Leftover("garbage", path, STRANGER) for path in self._catalog.foreign]
+        for folder in (ROOT, *FOLDERS):
+            for name in self._backend.unfinished(folder):
+                path = os.path.join(self._backend.path, folder, name)
+                found.append(Leftover("garbage", path, UNFINISHED))
         for folder in (PREPARED, INFLIGHT):
             for name in self._backend.list(folder):
                 path = f"{self._backend.path}/{folder}/{name}"
@@ -374,7 +407,7 @@ class Inspector:
         if parsed is None:
             return [Leftover("garbage", path, STRANGER)]
         key = parsed[0]
-        if key in self._catalog.aborted:
+        if key in self._aborted:
             return [Leftover("garbage", path, f"epoch {key.epoch} was aborted")]
         if key in decided:
             return [Leftover("garbage", path, f"epoch {key.epoch} does not use it")]
@@ -395,7 +428,7 @@ class Inspector:
         parsed = parse_segment_name(name)
         if parsed is None:
             return
-        if parsed[0] in self._catalog.aborted:
+        if parsed[0] in self._aborted:
             path = f"{self._backend.path}/{SEGMENTS}/{name}"
             detail = f"committed epochs use it, but epoch {parsed[0].epoch} is decided aborted"
             epochs = tuple(sorted(self._users[name]))
@@ -415,6 +448,14 @@ class Inspector:
         except READ_ERRORS:
             return False
         return True
+
+
+def _at_once(reader: RandomReader) -> Callable[[int, int], bytes]:
+    """Reads parts of a small file with one call of the system for all; of a large one, each."""
+    if reader.size > WHOLE_BYTES:
+        return reader.read
+    data = reader.read(0, reader.size)
+    return lambda offset, length: data[offset : offset + length]
 
 
 def _joined(found: list[Damage]) -> list[Damage]:

@@ -3,7 +3,9 @@
 What JSON has stays as it is. The rest becomes an object with one key that starts with "$":
 ``{"$tuple": [...]}``, ``{"$bytes": base64}``, ``{"$float": "nan"}``, ``{"$complex": [re, im]}``,
 ``{"$dict": [[key, value], ...]}`` for a dict that JSON cannot hold, and ``{"$array": {"dtype",
-"shape", "base64"}}`` for numpy arrays and scalars (C order, little-endian).
+"shape", "base64"}}`` for numpy arrays and scalars (C order, little-endian). Other containers are
+``{"$container": {"kind": "Counter", "content": ...}}``: the content as
+:mod:`groupio.format.containers` takes it out.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from groupio.format.containers import kind_of
+
 
 def to_json(value: Any) -> Any:
     """``value`` (a plain value of groupio) as JSON values."""
     if isinstance(value, np.ndarray | np.generic):
         return {"$array": _array(np.asarray(value))}
+    kind = kind_of(value)
+    if kind is not None:
+        return {"$container": {"kind": kind.name, "content": to_json(kind.take(value))}}
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
     if isinstance(value, complex):

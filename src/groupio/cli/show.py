@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from groupio.backend.base import EPOCHS
-from groupio.cli.catalog import Catalog, open_manifest, open_store, read_catalog
+from groupio.backend.posix import PosixBackend
+from groupio.cli.catalog import Catalog, open_manifest, open_store, read_catalog, with_parts
 from groupio.cli.output import (
     ANSWER_IS_NO,
     OK,
     JsonFlag,
+    LazyArray,
     StoreArgument,
     console,
     emit_json,
     iso,
     moment,
+    print_rows,
     size,
     table,
     text,
 )
 from groupio.cli.status import ranks as rank_list
+from groupio.client.store_parts import part_store
 from groupio.door.publish import has_door
+from groupio.errors import StorageError
 from groupio.model import DecisionKey, EpochHeader, ItemSpec, Manifest
 
 ITEMS_SHOWN = 40
@@ -31,6 +37,10 @@ ITEMS_SHOWN = 40
 
 EpochArgument = Annotated[
     str, typer.Argument(metavar="EPOCH", help="The number of a committed epoch, or 'latest'.")
+]
+
+PartOption = Annotated[
+    str | None, typer.Option("--part", metavar="PART", help="That part of the step.")
 ]
 
 LineageOption = Annotated[
@@ -43,25 +53,43 @@ def list_epochs(store: StoreArgument, as_json: JsonFlag = False) -> int:
 
     Exit code 1 when the record of an epoch is damaged; the others are listed all the same.
     """
-    with open_store(store) as backend:
-        catalog = read_catalog(backend)
-        path = backend.path
-        with backend.doors() as doors:
-            with_door = {k for k, header in catalog.committed.items() if has_door(doors, header)}
-    visible = set(catalog.visible.values())
-    if as_json:
-        body = _store_json(catalog, path)
-        body["epochs"] = [
-            epoch_json(header, abandoned=key not in visible, door=key in with_door)
+    body: dict[str, Any] = {}
+    listed: list[tuple[str | None, Catalog]] = []
+    for part, where in with_parts(store):
+        with open_store(where) as backend:
+            catalog = read_catalog(backend)
+            path = backend.path
+            with_door = _with_door(backend, catalog) if as_json else set()
+        listed.append((part, catalog))
+        visible = set(catalog.visible.values())
+        one = _store_json(catalog, path)
+        body.setdefault("store", one["store"])
+        body.setdefault("latest", one["latest"])
+        body.setdefault("epochs", []).extend(
+            epoch_json(header, abandoned=key not in visible, door=key in with_door) | {"part": part}
             for key, header in sorted(catalog.committed.items())
-        ]
-        body["damaged"] = [
+        )
+        body.setdefault("damaged", []).extend(
             {"path": bad.path, "detail": bad.error.message} for bad in catalog.unreadable
-        ]
+        )
+    if as_json:
         emit_json("ls", body)
     else:
-        _print_epochs(catalog, visible)
-    return ANSWER_IS_NO if catalog.unreadable else OK
+        _print_epochs(listed)
+    return ANSWER_IS_NO if any(catalog.unreadable for _, catalog in listed) else OK
+
+
+def _with_door(backend: PosixBackend, catalog: Catalog) -> set[DecisionKey]:
+    with backend.doors() as doors:
+        try:
+            names = set(doors.list())
+        except StorageError:
+            return set()  # `verify` says what is in the place of the doors
+        return {
+            key
+            for key, header in catalog.committed.items()
+            if str(key.epoch) in names and has_door(doors, header)
+        }
 
 
 def _store_json(catalog: Catalog, path: str) -> dict[str, Any]:
@@ -97,26 +125,30 @@ def epoch_json(header: EpochHeader, *, abandoned: bool, door: bool) -> dict[str,
     }
 
 
-def _print_epochs(catalog: Catalog, visible: set[DecisionKey]) -> None:
+def _print_epochs(listed: list[tuple[str | None, Catalog]]) -> None:
     out = console()
-    several = len({key.lineage for key in catalog.committed}) > 1
-    numbers = ("epoch", "lineage", "members", "logical", "unique", "stored")
-    rows = table(*(n for n in numbers if several or n != "lineage"), "committed", "", right=numbers)
-    for key, header in sorted(catalog.committed.items()):
-        cells = [str(header.epoch), str(header.world_size), size(header.bytes_logical)]
-        if several:
-            cells.insert(1, str(header.lineage))
-        cells += [size(header.bytes_unique), size(header.bytes_stored)]
-        note = "" if key in visible else "abandoned by a rewind"
-        if header.metadata:
-            note = f"{note} {header.metadata}".strip()
-        rows.add_row(*cells, moment(header.created_at), text(note))
-    if catalog.committed:
-        out.print(rows)
+    several = any(len({key.lineage for key in catalog.committed}) > 1 for _, catalog in listed)
+    numbers = ["epoch", *(["lineage"] if several else []), "members", "logical", "unique", "stored"]
+    has_parts = any(part is not None for part, _ in listed)
+    columns = [*numbers, "committed", *(["part"] if has_parts else []), ""]
+    rows = []
+    for part, catalog in listed:
+        visible = set(catalog.visible.values())
+        for key, header in sorted(catalog.committed.items()):
+            cells = [str(header.epoch), str(header.world_size), size(header.bytes_logical)]
+            if several:
+                cells.insert(1, str(header.lineage))
+            cells += [size(header.bytes_unique), size(header.bytes_stored)]
+            cells += [moment(header.created_at), *([part or ""] if has_parts else [])]
+            note = "" if key in visible else "abandoned by a rewind"
+            rows.append([*cells, f"{note} {header.metadata or ''}".strip()])
+    if rows:
+        print_rows(columns, rows)
     else:
         out.print("no epoch is committed yet")
-    for bad in catalog.unreadable:
-        out.print(f"[red]damaged[/] {text(bad.error.message)}")
+    for _, catalog in listed:
+        for bad in catalog.unreadable:
+            out.print(f"[red]damaged[/] {text(bad.error.message)}")
 
 
 def show_epoch(
@@ -126,11 +158,12 @@ def show_epoch(
         int | None, typer.Option("--member", min=0, help="Only this rank's items.")
     ] = None,
     lineage: LineageOption = None,
+    part: PartOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Print every item.")] = False,
     as_json: JsonFlag = False,
 ) -> int:
     """Show one epoch: who saved it, its items and its segments."""
-    with open_store(store) as backend:
+    with open_store(part_store(store, part)) as backend:
         catalog = read_catalog(backend)
         key = catalog.find(epoch, lineage)
         with backend.reader(EPOCHS, str(key)) as reader:
@@ -147,6 +180,7 @@ def show_epoch(
         body = _store_json(catalog, path)
         del body["latest"]
         body["epoch"] = epoch_json(manifest.header, abandoned=abandoned, door=door)
+        body["epoch"]["part"] = part
         body["segments"] = _segments_json(manifest)
         body["members"] = [
             {"rank": m.rank, "items": len(m.items), "bytes_logical": m.bytes_logical}
@@ -154,7 +188,7 @@ def show_epoch(
             if member in (None, m.rank)
         ]
         body["tables"] = [
-            {"ranks": ranks, "items": [item_json(item) for item in items]}
+            {"ranks": ranks, "items": LazyArray(len(items), partial(map, item_json, items))}
             for ranks, items in tables
         ]
         emit_json("show", body)

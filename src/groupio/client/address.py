@@ -8,6 +8,7 @@ import os
 import stat
 
 from groupio.errors import InvalidInput, StorageError
+from groupio.settings import is_unicode
 
 _STORE_RECORD = "groupio.json"
 _RECORD_BYTES_MAX = 1 << 16
@@ -33,6 +34,11 @@ def store_address(store: str | os.PathLike[str]) -> str:
         path = store_path(text)
     else:
         path = os.path.abspath(text)
+    if not is_unicode(path):
+        raise InvalidInput(
+            f"the path {path!r} of the store is not valid UTF-8, which the records and messages of "
+            "groupio hold; rename the directories concerned"
+        )
     try:
         is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except NotADirectoryError:
@@ -62,7 +68,7 @@ def recorded_job(path: str) -> str:
             os.close(fd)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""  # what is wrong with it is said by whoever opens the store
-    return job if isinstance(job, str) else ""
+    return job if isinstance(job, str) and is_unicode(job) else ""
 
 
 def refuse_checkpoint(path: str) -> None:

@@ -28,6 +28,7 @@ from groupio.client.foreground import set_aside
 from groupio.client.shared_work import Targets
 from groupio.controller.discover import Kind
 from groupio.errors import GroupIOError
+from groupio.exhaustion import start_some
 from groupio.format.manifest import ManifestReader
 from groupio.model import ChunkTable, DecisionKey, SegmentRef
 from groupio.protocol import messages as msg
@@ -183,13 +184,13 @@ class _Request:
             self._connection.listen_for(self._number, news)
             self._connection.send(question)
             if self._left:
-                threads = [
-                    threading.Thread(target=self._work, args=(news,), name="groupio-take")
+                made = [
+                    threading.Thread(
+                        target=self._work, args=(news,), name="groupio-take", daemon=True
+                    )
                     for _ in range(COPYING_THREADS)
                 ]
-                for thread in threads:
-                    thread.daemon = True
-                    thread.start()
+                threads = made[: start_some(made)]
                 self._wait(deadline)
         except GroupIOError as error:
             self._give_up(error.message)

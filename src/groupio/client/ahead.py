@@ -13,14 +13,19 @@ from typing import Any
 from groupio.client import nesting
 from groupio.client.client import Client
 from groupio.errors import GroupIOError
+from groupio.exhaustion import start_some
 from groupio.protocol import messages as msg
 
 log = logging.getLogger("groupio.client")
 
 
-def connect_ahead(client: Client) -> None:
-    """Connect a client, starting the agent, in the background; calls that need it wait for that."""
+def connect_ahead(client: Client) -> Client:
+    """``client``, which connects, starting the agent, in the background.
+
+    Calls that need the agent wait for that.
+    """
     _in_background(client, client._connected)
+    return client
 
 
 def expect_save(client: Client, total_bytes: int) -> None:
@@ -50,8 +55,11 @@ def _in_background(client: Client, work: Callable[[], Any]) -> None:
 
     if nesting.is_nested():
         nesting.start(run)
-    else:
-        threading.Thread(target=run, name="groupio-ahead", daemon=True).start()
+        return
+    try:
+        start_some([threading.Thread(target=run, name="groupio-ahead", daemon=True)])
+    except GroupIOError as error:
+        log.info("%s: not getting ready for a save: %s", client.store, error.message)
 
 
 def _warm_up() -> None:

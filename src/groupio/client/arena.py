@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -12,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from groupio.agent.arena import map_shared, prefault
-from groupio.errors import AgentLost, StagingFull
+from groupio.errors import AgentLost
+from groupio.exhaustion import exhausted, is_exhaustion
 
 _MAPS_MAX = 8
 """Mappings kept: epochs in flight reuse the same few extents."""
@@ -86,7 +86,10 @@ class ClientArena:
                     f"the agent granted {length} bytes at {offset} of an arena that does not have "
                     "them; save again, another agent is started if this one is gone"
                 )
-            lease = Lease(map_shared(self._fd, offset, length), offset, length)
+            try:
+                lease = Lease(map_shared(self._fd, offset, length), offset, length)
+            except OSError as error:
+                raise exhausted(error, "map staging memory", needed=length) from error
             for key, other in list(self._leases.items()):
                 if offset <= other.offset and other.offset + other.size <= offset + length:
                     del self._leases[key]
@@ -125,10 +128,6 @@ def _populate(lease: Lease, should_stop: Callable[[], bool] = lambda: False) -> 
                 return
             prefault(lease.mapped, start, min(_SLICE_BYTES, lease.size - start))
     except OSError as error:
-        if error.errno not in (errno.ENOMEM, errno.EFAULT):
+        if not is_exhaustion(error):
             raise
-        raise StagingFull(
-            f"the system has no memory for {lease.size} bytes of staging ({error.strerror}); "
-            "lower the memory budget (GROUPIO_MEMORY_BYTES)",
-            needed=lease.size,
-        ) from error
+        raise exhausted(error, "fill staging memory", needed=lease.size) from error

@@ -10,6 +10,7 @@ import msgspec
 
 from groupio.errors import InvalidInput
 from groupio.model import EPOCH_MAX
+from groupio.settings import is_unicode
 
 METADATA_BYTES_MAX = 64 << 10
 """Largest encoded ``metadata`` of a save."""
@@ -33,6 +34,19 @@ def check_epoch(epoch: object, name: str = "epoch") -> int:
     if not 0 <= epoch <= EPOCH_MAX:
         raise InvalidInput(f"{name}={epoch} is not between 0 and {EPOCH_MAX}")
     return int(epoch)
+
+
+def check_rewind(rewind_to: object, epoch: int) -> int | None:
+    """``rewind_to`` of a save of ``epoch``; InvalidInput unless it is None or an older epoch."""
+    if rewind_to is None:
+        return None
+    after = check_epoch(rewind_to, "rewind_to")
+    if after >= epoch:
+        raise InvalidInput(
+            f"rewind_to={after} is not older than epoch {epoch}, which is saved; give the epoch "
+            "that was loaded"
+        )
+    return after
 
 
 def check_deadline(deadline_s: object) -> float:
@@ -60,6 +74,8 @@ def check_patterns(replicated: Iterable[str]) -> tuple[str, ...]:
                 f"replicated contains {pattern!r} of type {type(pattern).__name__}; give names or "
                 "glob patterns of items"
             )
+        if not is_unicode(pattern):
+            raise InvalidInput(f"replicated contains {pattern!r}, which is not valid Unicode")
     return tuple(sorted(set(given)))
 
 

@@ -17,6 +17,7 @@ from blake3 import blake3
 from groupio.backend.base import Backend, RandomReader
 from groupio.client.collection import collection_paused
 from groupio.errors import IntegrityError, StorageError
+from groupio.exhaustion import start_some
 from groupio.model import CHUNK_BYTES, ChunkTable, SegmentRef
 
 RUN_BYTES = CHUNK_BYTES
@@ -120,10 +121,13 @@ def read_chunks(
     shared = _Shared(iter(jobs), opened, deadline)
     shared.jobs_left = len(jobs)
     shared.running = min(threads, len(jobs))
-    for number in range(shared.running):
-        threading.Thread(
-            target=_work, args=(shared,), name=f"groupio-load-{number}", daemon=True
-        ).start()
+    workers = [
+        threading.Thread(target=_work, args=(shared,), name=f"groupio-load-{number}", daemon=True)
+        for number in range(shared.running)
+    ]
+    started = start_some(workers)
+    with shared.condition:
+        shared.running -= len(workers) - started
     try:
         with shared.condition:
             while shared.running:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,6 +23,7 @@ from groupio.client.connection import Connection
 from groupio.client.failures import Failures
 from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
+from groupio.client.lineage import Origin
 from groupio.client.nested_saves import NOTE, NestedSaves, Turn, no_copy
 from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
@@ -36,10 +38,12 @@ from groupio.errors import (
 )
 from groupio.model import WORLD_SIZE_MAX, EpochInfo, Level
 from groupio.protocol import messages as msg
-from groupio.settings import Settings
+from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
+    from groupio.client.loading import Request
     from groupio.client.outgoing import Outgoing, Packer
+    from groupio.client.store_reader import StoreReader
 
 log = logging.getLogger("groupio.client")
 
@@ -71,15 +75,16 @@ def connect(
 
     InvalidInput for a wrong argument, StorageError (ENOTDIR) when the store is a file.
     """
-    client = unconnected(store, job, rank, world_size, controller, rewind_to, settings)
-    connect_now(client)
-    return client
+    return connected(unconnected(store, job, rank, world_size, controller, rewind_to, settings))
 
 
-def connect_now(client: Client) -> None:
-    """Connect a new client as :func:`connect` does; a nested call leaves that to the first save."""
+def connected(client: Client) -> Client:
+    """``client``, after a try to connect it; InvalidInput when the agent refuses its arguments.
+
+    A nested call leaves it to the first save.
+    """
     if nesting.is_nested():
-        return
+        return client
     try:
         client._connected()
     except InvalidInput:
@@ -87,6 +92,7 @@ def connect_now(client: Client) -> None:
         raise
     except GroupIOError as error:
         log.warning("%s can be read only: %s", client.store, error.message)
+    return client
 
 
 def unconnected(
@@ -97,22 +103,29 @@ def unconnected(
     controller: str | None = None,
     rewind_to: int | None = None,
     settings: Settings | None = None,
+    launch_id: str | None = None,
 ) -> Client:
-    """As :func:`connect`, but the connection is made by the first call that needs it."""
+    """As :func:`connect`, but the connection is made by the first call that needs it.
+
+    ``launch_id`` is what all ranks agreed on, where they did.
+    """
     chosen = Settings.from_env() if settings is None else settings
     if not isinstance(chosen, Settings):
         raise InvalidInput(f"settings is of type {type(chosen).__name__}; give groupio.Settings")
     path = store_address(store)
     if job is not None and (not isinstance(job, str) or not 0 < len(job) <= 1000):
         raise InvalidInput(f"job={job!r} must be a name of 1 to 1000 characters")
+    if job is not None and not is_unicode(job):
+        raise InvalidInput(f"job={job!r} is not valid Unicode")
     place = launch.find_place(rank, world_size, os.environ)
     rewind = None if rewind_to is None else arguments.check_epoch(rewind_to, "rewind_to")
     name = job or recorded_job(path) or os.path.basename(path) or "root"
     said = controller if controller is not None else chosen.controller
     where = find_controller(said, os.environ)
     # Variables of a launcher say nothing of ranks that were numbered by hand.
-    launched = launch.launch_id(os.environ) if rank is None and world_size is None else None
-    return Client(path, name, place, rewind, chosen, where, launched)
+    if launch_id is None and rank is None and world_size is None:
+        launch_id = launch.launch_id(os.environ)
+    return Client(path, name, place, rewind, chosen, where, launch_id)
 
 
 class Client:
@@ -134,6 +147,8 @@ class Client:
     ) -> None:
         """Use :func:`groupio.connect`."""
         self.store = path
+        self._path = os.path.realpath(path)
+        self._store_id = ""
         """The absolute path of the store."""
         self.job = job
         self.rank, self.world_size = place
@@ -143,8 +158,11 @@ class Client:
         self.damaged_epochs: list[tuple[str, str]] = []
         """Records that the last ``epochs()`` could not read: their names, and why."""
         self._where = where
-        self._rewind_to = rewind_to
+        self._rewind_to = self._rewind_parts_to = rewind_to
         self._launch_id = launch_id
+        self._origin = Origin()
+        self._parts: dict[str, Client] = {}
+        self._has_saved = False
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._closed = False
@@ -194,6 +212,7 @@ class Client:
         wait_for: str = "released",
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
+        part: str | None = None,
     ) -> SaveHandle:
         """Save this member's ``items`` as its part of ``epoch``; all members do the same.
 
@@ -202,13 +221,20 @@ class Client:
         or plain values. ``replicated`` are names or glob patterns of items that are equal on all
         members that have them. ``deadline_s`` bounds the time from this call until the group is
         STAGED. ``when_full`` says what to do while there is no room in memory: wait, skip this
-        epoch, or fail. ``metadata`` is a small dict kept with the epoch.
+        epoch, or fail. ``metadata`` is a small dict kept with the epoch. ``part`` names a part of
+        the epoch that is saved in a call of its own; each part is an atomic epoch by itself.
+
+        Epochs grow along a lineage. When all members have loaded the same older epoch by its
+        number, have saved nothing since, and save next an epoch that is not newer than the
+        latest, a new lineage begins after the loaded one, if every other incarnation of the job
+        has ended: a warning and a note in ``handle.times.notes`` name both. Members that differ
+        get InvalidInput. Anything else that is too old is StaleEpoch.
 
         Only a wrong argument raises (InvalidInput; nothing is saved then). All else that goes
         wrong stands on the handle; nothing is durable before its ``durable`` time is set. An
         error that is not read there is logged, noted on the next handle, and summed up by close.
         """
-        return self._save(
+        return self._part(part)._save(
             items,
             epoch=epoch,
             deadline_s=deadline_s,
@@ -218,9 +244,33 @@ class Client:
             metadata=metadata,
         )
 
+    def _part(self, part: str | None) -> Client:
+        """The client of a part; this one for the unnamed part. InvalidInput for a bad name."""
+        if part is None:
+            return self
+        nesting.imported("groupio.client.store_parts")
+        from groupio.client.store_parts import PartStore, part_store
+
+        self._check_usable("use a part")
+        path = part_store(self._path, part)
+        assert isinstance(path, PartStore)
+        if part not in self._parts:
+            # No lock: a signal handler may come, and save, at any time in here.
+            place, rewind = (self.rank, self.world_size), self._rewind_parts_to
+            job = recorded_job(path) or f"{self.job}/{part}"
+            made = Client(
+                str(path), job, place, rewind, self.settings, self._where, self._launch_id
+            )
+            if self._parts.setdefault(part, made) is not made:
+                living.remove(made)
+        return self._parts[part]
+
     @nesting.call
     def _save(self, items: Mapping[str, Any], **options: Any) -> SaveHandle:
-        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp")."""
+        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
+
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
+        """
         self._check_usable("save")
         with self._nested_saves.turn(nested=nesting.is_nested()) as turn:
             nesting.imported("groupio.client.outgoing")
@@ -239,9 +289,13 @@ class Client:
         when_full: str = "wait",
         metadata: Mapping[str, Any] | None = None,
         door: str = "",
+        called_at: float | None = None,
+        rewind_to: int | None = None,
+        side: str = "core",
     ) -> SaveHandle:
-        called_at = time.monotonic()
+        called_at = called_at or time.monotonic()
         step = arguments.check_epoch(epoch)
+        after = arguments.check_rewind(rewind_to, step)
         deadline_s = arguments.check_deadline(deadline_s)
         level = as_level(wait_for)
         arguments.check_when_full(when_full)
@@ -262,6 +316,9 @@ class Client:
                 when_full=when_full,
                 metadata=kept,
                 door=door,
+                resumed_from=self._origin.now(),
+                begin_after=after,
+                side=side,
             )
 
         handle = self._new_handle(step, called_at, door)
@@ -278,10 +335,8 @@ class Client:
         turn.wait()
         self._run(handle, opening(outgoing), outgoing, deadline, turn)
         if level is not Level.RELEASED:
-            try:
+            with suppress(GroupIOError):  # it stands on the handle, where the caller looks
                 handle._wait(level)
-            except GroupIOError:
-                pass  # it stands on the handle, where the caller looks
         return handle
 
     def _new_handle(self, step: int, called_at: float, door: str) -> SaveHandle:
@@ -376,10 +431,26 @@ class Client:
                 # From the first commit on, this client follows the new line.
                 handle.add_done_callback(Level.DURABLE, self._end_rewind)
             connection.add(save)
+            self._origin.saving(handle)
+            self._has_saved = True
         except GroupIOError as error:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
         save.run(opened, outgoing.prepared, outgoing.layout, turn.over)
+
+    def _failed(self, epoch: int, called_at: float, error: GroupIOError) -> SaveHandle:
+        """The handle of a save that failed before it could be begun."""
+        handle = SaveHandle(
+            arguments.check_epoch(epoch),
+            called_at,
+            self.settings.replicas,
+            one_node=self._where.kind is Kind.LOCAL,
+            failures=self._failures,
+        )
+        handle._add_notes(self._failures.report())
+        self._failures.began(epoch)
+        handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
+        return handle
 
     def _end_rewind(self, handle: SaveHandle) -> None:
         if handle.outcome is Outcome.COMMITTED:
@@ -405,7 +476,6 @@ class Client:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    @nesting.call
     def load(
         self,
         epoch: int | str = "latest",
@@ -415,6 +485,7 @@ class Client:
         member: int | None = None,
         deadline_s: float = 600.0,
         fallback: bool = False,
+        parts: Iterable[str | None] | None = None,
     ) -> dict[str, Any]:
         """The items that ``member`` (this rank if None) saved in ``epoch``, in their order.
 
@@ -423,6 +494,9 @@ class Client:
         tensors of the same size and dtype for some of them, filled in place (undefined content
         after an error). "latest" first waits until epochs that an earlier incarnation staged are
         decided. Every chunk is verified before use. Waits for no other member.
+
+        ``parts`` loads these parts (None: the unnamed one), each under its name, from the newest
+        epoch that is committed in all of them; ``into`` maps parts likewise.
 
         NotFound: no such store, epoch, member or item. IntegrityError: damage, with path and
         chunk; with ``fallback`` the next older intact epoch is taken instead, and
@@ -441,20 +515,40 @@ class Client:
         self.skipped_epochs = []
         nested = nesting.is_nested()
         nesting.imported("groupio.client.loading")
-        if wanted == "latest":
-            self._settle(deadline, nested)
-        from groupio.client.loading import Request, load_items
-        from groupio.client.store_reader import StoreReader
+        from groupio.client.loading import Request
 
+        if parts is not None:
+            from groupio.client.store_parts import load_parts
+
+            if names is not None:
+                raise InvalidInput("names picks items of one part; leave it out with parts")
+            return load_parts(
+                self,
+                parts,
+                wanted,
+                into=into,
+                member=member,
+                deadline=deadline,
+                fallback=fallback,
+            )
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
-        with StoreReader.open(self.store) as reader:
+        return self._load(request, fallback, nested)
+
+    @nesting.call
+    def _load(self, request: Request, fallback: bool, nested: bool) -> dict[str, Any]:
+        from groupio.client.loading import load_items
+
+        if request.epoch == "latest":
+            self._settle(request.deadline, nested)
+        with self._open_reader() as reader:
             return load_items(
                 reader,
                 request,
                 threads=self.settings.read_threads,
                 skipped=self.skipped_epochs if fallback else None,
                 on_damage=self._report_damage,
-                client=None if nested else self,
+                client=self,
+                by_agent=not nested,
             )
 
     def _settle(self, deadline: float, nested: bool) -> None:
@@ -463,7 +557,7 @@ class Client:
         A nested call has a thread ask, and waits NESTED_SETTLE_S at most: what is undecided may
         be the save that it interrupted.
         """
-        if not os.path.isdir(self.store):
+        if not os.path.isdir(self._path):
             return
         if not nested:
             self._ask_settled(deadline)
@@ -520,23 +614,29 @@ class Client:
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; none for a store not yet made.
 
-        Epochs that a rewind abandoned are among them, marked ``abandoned``. Records that cannot
-        be read are logged and stand in ``damaged_epochs``. StorageError when the store cannot be
-        read.
+        Epochs that a rewind abandoned are among them, marked ``abandoned``, and those of parts,
+        which ``part`` names. Records that cannot be read are logged and stand in
+        ``damaged_epochs``. StorageError when the store cannot be read.
         """
         self._check_usable("list epochs")
         nesting.imported("groupio.client.store_reader")
+        nesting.imported("groupio.client.store_parts")
+        from groupio.client.store_parts import part_store, parts_in
         from groupio.client.store_reader import StoreReader
 
-        self.damaged_epochs = []
-        try:
-            reader = StoreReader.open(self.store)
-        except NotFound:
-            return []
-        with reader:
-            listed = reader.epochs()
-            self.damaged_epochs = reader.damaged
-            return listed
+        self.damaged_epochs, listed = [], []
+        for part in (None, *parts_in(self._path)):
+            try:
+                if part is None:
+                    reader = self._open_reader()
+                else:
+                    reader = StoreReader.open(part_store(self._path, part))
+            except NotFound:
+                continue
+            with reader:
+                listed += [replace(one, part=part) for one in reader.epochs()]
+                self.damaged_epochs += reader.damaged
+        return sorted(listed, key=lambda one: one.epoch)
 
     def foreground(self, share: float | None = None) -> AbstractContextManager[None]:
         """Within it storage traffic of this node keeps to ``share`` of its speed; 0 pauses it.
@@ -576,6 +676,8 @@ class Client:
 
     def _close_once(self) -> None:
         self._is_closing = True
+        for part in list(self._parts.values()):
+            part._close()
         end = time.monotonic() + self.settings.close_timeout_s
         for handle in self._nested_saves.handles():
             try:
@@ -602,6 +704,23 @@ class Client:
         self._failures.close()
 
     @nesting.call
+    def _leave_if_idle(self) -> bool:
+        """Leave the agent unless something is under way; the next call connects again."""
+        if not self._connecting.acquire(blocking=False):
+            return False
+        try:
+            is_busy = any(connection.is_busy for connection in self._connections)
+            if is_busy or self._nested_saves.handles():
+                return False
+            idle, self._connections = self._connections, []
+        finally:
+            self._connecting.release()
+        for connection in idle:
+            connection.close(AgentLost("the client left the agent meanwhile; call again"))
+        living.remove(self)
+        return True
+
+    @nesting.call
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
         limit = self.settings.connect_timeout_s
@@ -614,8 +733,11 @@ class Client:
             if self._connections and self._connections[-1].is_usable:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
-            connection = Connection.open(self.settings, self._hello, limit, self._again.lost)
+            connection = Connection.open(
+                self.settings, self._hello, limit, self._again.lost, self._note_store
+            )
             self._connections.append(connection)
+            living.add(self)
             self._intervals.greet(connection)
             return connection
         finally:
@@ -628,17 +750,45 @@ class Client:
             pid=os.getpid(),
             rank=self.rank,
             world_size=self.world_size,
-            store=self.store,
+            store=self._path,
             job=self.job,
             rewind_to=self._rewind_to,
             launch_id=self._launch_id,
             file_mode=self.settings.file_mode,
+            umask=_umask(),
             replicas=self.settings.replicas,
             controller=self._where.address or str(self._where.kind),
             said=self._where.is_said,
             hosts=self._where.is_here,
             gave_up=self._again.epochs,
+            has_saved=self._has_saved,
+            store_id=self._store_id,
         )
+
+    def _note_store(self, store_id: str) -> None:
+        """This is the store (hex) that the client uses, unless it has used one already."""
+        self._store_id = self._store_id or store_id
+
+    def _open_reader(self) -> StoreReader:
+        """The store to read from, which is the one that this client has used before.
+
+        NotFound when there is none, StorageError when it is gone or another one is in its place.
+        """
+        from groupio.client.store_reader import StoreReader
+        from groupio.protocol import reasons
+
+        try:
+            reader = StoreReader.open(self._path)
+        except NotFound as error:
+            if self._store_id:
+                raise reasons.store_gone(self._path) from error
+            raise
+        now = reader.backend.store_record().store_id
+        self._note_store(now)
+        if now != self._store_id:
+            reader.close()
+            raise reasons.other_store(self._path, now, self._store_id)
+        return reader
 
     def _check_usable(self, what: str) -> None:
         if os.getpid() != self._pid:
@@ -654,3 +804,12 @@ class Client:
         self._closing = threading.Lock()
         for connection in self._connections:
             connection.abandon_in_child()
+
+
+def _umask() -> int | None:
+    """This process's umask; None where it cannot be read without changing it for a moment."""
+    try:
+        with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
+            return next((int(line[6:], 8) for line in status if line.startswith("Umask:")), None)
+    except (OSError, ValueError):
+        return None

@@ -6,6 +6,7 @@ the client makes a new one at its next call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -20,6 +21,7 @@ from groupio.agent import spawn
 from groupio.client import nesting
 from groupio.client.foreground import set_aside
 from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
+from groupio.exhaustion import is_exhaustion, start_some, why
 from groupio.model import Level
 from groupio.protocol import messages as msg
 from groupio.settings import Settings
@@ -50,8 +52,10 @@ class Connection:
         channel: wire.Channel,
         welcome: msg.Welcome,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
+        on_store: Callable[[str], None] = lambda store_id: None,
     ) -> None:
         self.welcome = welcome
+        self._on_store = on_store
         self._on_lost = on_lost
         self._channel = channel
         self._lock = threading.Lock()
@@ -71,18 +75,21 @@ class Connection:
         hello: Callable[[], msg.Hello],
         timeout_s: float,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
+        on_store: Callable[[str], None] = lambda store_id: None,
     ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
         ``on_lost`` is told of epochs that this agent will not save for this member, before their
         handles are: their calls had not returned, so that other members may not have called yet.
+        ``on_store`` is told of the store that saves go to.
         AgentLost when there is none to be had; the agent's own typed error when it refuses.
         """
         deadline = time.monotonic() + timeout_s
         channel = _dial(settings, deadline)
         try:
             left = max(deadline - time.monotonic(), 0.001)
-            channel.send(hello(), timeout_s=left)
+            with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
+                channel.send(hello(), timeout_s=left)
             answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
         except (TimeoutError, ConnectionError) as error:
             channel.close()
@@ -96,8 +103,12 @@ class Connection:
             raise _unreachable(settings, f"answered with {type(answer).__name__}")
         for note in answer.notes:
             log.info("%s", note)
-        connection = cls(channel, answer, on_lost)
-        connection._thread.start()
+        connection = cls(channel, answer, on_lost, on_store)
+        try:
+            start_some([connection._thread])
+        except GroupIOError as error:
+            channel.close()
+            raise AgentLost(f"no agent can be listened to: {error.message}") from error
         return connection
 
     @property
@@ -123,6 +134,12 @@ class Connection:
         """The saves that are not decided yet, or wait for their doors."""
         with self._lock:
             return list(self._saves.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """A save is not decided, or an answer of the agent is awaited."""
+        with self._lock:
+            return bool(self._saves or self._settles or self._reads)
 
     def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
         """Send a message; AgentLost when the agent is gone or does not read."""
@@ -221,8 +238,9 @@ class Connection:
                 except TimeoutError:
                     continue
                 self._take(received)
-        except wire.ChannelClosed:
-            pass
+        except wire.ChannelClosed as error:
+            if str(error) != wire.PEER_CLOSED:
+                why = f"cannot be understood ({error})"
         except GroupIOError as error:
             why = f"cannot be reached ({error.message})"
         except Exception as error:
@@ -285,11 +303,14 @@ class Connection:
 
     def _on_reached(self, reached: msg.Reached) -> None:
         level = Level(reached.level)
+        if reached.store_id:
+            self._on_store(reached.store_id)
         with self._lock:
             save = self._saves.get(reached.save_id)
             if level is Level.DURABLE and save is not None and not save.handle._awaits_door():
                 del self._saves[reached.save_id]
         if save is not None:
+            save.note(reached.notes)
             save.handle._reach(
                 level, reached.at, reached.first_arrival, reached.last_arrival, reached.notes
             )
@@ -320,10 +341,16 @@ class Connection:
         if self._arena is None:
             return
         if self._standby is None:
-            self._standby = queue.SimpleQueue()
-            threading.Thread(
-                target=self._map_ahead, args=(self._standby,), name="groupio-map", daemon=True
-            ).start()
+            orders: queue.SimpleQueue[msg.Standby | None] = queue.SimpleQueue()
+            mapper = threading.Thread(
+                target=self._map_ahead, args=(orders,), name="groupio-map", daemon=True
+            )
+            try:
+                start_some([mapper])
+            except GroupIOError as error:
+                log.info("memory is not mapped ahead of time: %s", error.message)
+                return
+            self._standby = orders
         self._standby.put(standby)
 
     @nesting.thread
@@ -384,6 +411,10 @@ def _dial(settings: Settings, deadline: float) -> wire.Channel:
             time.sleep(_RETRY_S)
         except TimeoutError as error:
             raise _unreachable(settings, "does not take connections") from error
+        except OSError as error:
+            if not is_exhaustion(error):
+                raise _unreachable(settings, f"cannot be reached ({error})") from error
+            raise AgentLost(f"the agent of this node cannot be reached: {why(error)}") from error
 
 
 def _again(lost: AgentLost | None) -> AgentLost:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from groupio.client import nesting
@@ -302,9 +302,10 @@ class SaveHandle:
         for fn in due:
             self._call(fn)
 
-    def _add_notes(self, notes: tuple[str, ...]) -> None:
+    def _add_notes(self, notes: Iterable[str]) -> None:
+        """What the caller should know of the save, from who made its items."""
         with self._condition:
-            self._notes += notes
+            self._notes += tuple(note for note in notes if note not in self._notes)
 
     def _amounts_to(self, level: Level) -> bool:
         one = level is Level.REPLICATED and self._replicas == 1

@@ -84,7 +84,9 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     """
     for names, find_id in _LAUNCH_IDS.items():
         if all(name in environ for name in names):
-            return find_id(environ)
+            found = find_id(environ)
+            # A variable may hold bytes that are no text; messages hold text.
+            return found and found.encode("utf-8", "backslashreplace").decode()
     return None
 
 

@@ -12,6 +12,7 @@ from groupio.client.agent_read import through_agent
 from groupio.client.chunk_reader import read_chunks
 from groupio.client.store_reader import StoreReader
 from groupio.errors import FormatError, GroupIOError, IntegrityError, StorageError
+from groupio.model import DecisionKey
 
 if TYPE_CHECKING:
     from groupio.client.client import Client
@@ -38,15 +39,16 @@ def load_items(
     threads: int | None,
     skipped: list[tuple[int, str]] | None,
     on_damage: Callable[[Sequence[bytes]], None],
-    client: Client | None,
+    client: Client,
+    by_agent: bool,
 ) -> dict[str, Any]:
     """The items of one member; see :meth:`groupio.client.client.Client.load`.
 
     With a list ``skipped`` a damaged epoch is noted there and the next older one is tried; when
     none is intact, the error of the first stands for all. Without, damage raises at once.
-    Where ``client`` has an agent that brings chunks, they come through it.
+    With ``by_agent`` chunks come through the agent of ``client``, where that brings any.
     """
-    through = None if client is None else through_agent(client)
+    through = through_agent(client) if by_agent else None
     names = request.names
     names = names if names is None or isinstance(names, str) else list(names)
     first_error: GroupIOError | None = None
@@ -55,7 +57,7 @@ def load_items(
         try:
             manifest = open_manifest()
             if manifest is not None:
-                return reader.read_items(
+                items = reader.read_items(
                     manifest,
                     request.member,
                     names,
@@ -65,6 +67,10 @@ def load_items(
                     on_damage=on_damage,
                     fetch=read_chunks if through is None else through.fetch_of(manifest),
                 )
+                header = manifest.header
+                key = DecisionKey(header.lineage, header.epoch, header.attempt)
+                client._origin.loaded(key if number == request.epoch else None)
+                return items
         except (IntegrityError, FormatError, StorageError) as error:
             # A device that cannot read some sectors is damage; a store that is away is not.
             if isinstance(error, StorageError) and error.errno != errno.EIO:

@@ -7,6 +7,7 @@ answers a failure: the copying thread while it copies, else the listening one.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from groupio.errors import (
 from groupio.model import Level
 from groupio.plan.layout import Layout
 from groupio.protocol import messages as msg
+
+log = logging.getLogger("groupio.client")
 
 ANSWER_MARGIN_S = 10.0
 """The agent ends a save at its deadline; so much later the client stops believing in it."""
@@ -189,6 +192,12 @@ class Save:
         with self._condition:
             self._grants.append((grant, arena))
             self._condition.notify_all()
+
+    def note(self, notes: tuple[str, ...]) -> None:
+        """Warn, once in the job, of a new lineage."""
+        for note in notes:
+            if self._rank == 0 and note.startswith("lineage: "):
+                log.warning("%s", note.removeprefix("lineage: "))
 
     def failed(self, error: dict[str, Any]) -> None:
         """The group failed: stop copying, and tell the agent when that is so."""

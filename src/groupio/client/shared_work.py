@@ -24,6 +24,7 @@ from groupio.client.chunk_reader import (
 )
 from groupio.client.collection import collection_paused
 from groupio.client.shared_window import Places, Window
+from groupio.exhaustion import start_some
 from groupio.model import ChunkTable, SegmentRef
 from groupio.plan.sharing import Sharing
 
@@ -117,8 +118,11 @@ class Work:
         for number in range(self._running):
             name = f"groupio-read-{number}"
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        if self._threads:
+            started = start_some(self._threads)
+            with self._lock:
+                self._running -= len(self._threads) - started
+            del self._threads[started:]
 
     def take(self, filled: Filled) -> None:
         """Another reader's batch can be copied."""

@@ -13,19 +13,18 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from groupio.backend.base import EPOCHS, LINEAGES, Backend, is_no_record
+from groupio.backend.base import EPOCHS, LINEAGES, Backend
 from groupio.backend.posix import PosixBackend
 from groupio.client import lineage as order
 from groupio.client.address import refuse_checkpoint
 from groupio.client.chunk_reader import Wants, damage, default_threads, read_chunks
+from groupio.client.collection import collection_paused
 from groupio.client.destinations import destinations
 from groupio.errors import (
     FormatError,
-    GroupIOError,
     IntegrityError,
     InvalidInput,
     NotFound,
-    StorageError,
 )
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
@@ -38,6 +37,7 @@ from groupio.format.records import (
 from groupio.model import (
     ChunkTable,
     DecisionKey,
+    EpochHeader,
     EpochInfo,
     Lineage,
     MemberTable,
@@ -45,6 +45,7 @@ from groupio.model import (
 )
 from groupio.plan.layout import Layout, lay_out
 from groupio.protocol import lineage as lines
+from groupio.store.catalogue import read_decisions
 
 log = logging.getLogger("groupio.client")
 
@@ -82,13 +83,20 @@ class StoreReader:
         self._manifests: dict[DecisionKey, ManifestReader | None] = {}
 
     @classmethod
-    def open(cls, store: str | os.PathLike[str]) -> Self:
+    def open(
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        file_mode: int | None = None,
+        umask: int | None = None,
+    ) -> Self:
         """Open the store at a path or ``file://`` URL.
 
+        ``file_mode`` and ``umask`` are for doors made through it, as of ``PosixBackend.open``.
         NotFound when there is none, StorageError when it cannot be read, InvalidInput when the
         address is of no supported kind, or a checkpoint of torch is there.
         """
-        backend = PosixBackend.open(store, create=False)
+        backend = PosixBackend.open(store, create=False, file_mode=file_mode, umask=umask)
         try:
             check_is_store(backend)
         except BaseException:
@@ -158,19 +166,11 @@ class StoreReader:
 
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; see ``damaged`` for the rest."""
-        self.damaged = []
-        committed: dict[DecisionKey, EpochInfo] = {}
-        for key in self.keys():
-            try:
-                manifest = self.manifest(key)
-            except GroupIOError as error:
-                if not is_no_record(error):
-                    raise
-                log.warning("epoch %d cannot be listed: %s", key.epoch, error)
-                self.damaged.append((str(key), error.message))
-                continue
-            if manifest is not None:
-                committed[key] = _info(manifest, key)
+        decisions = read_decisions(self.backend)
+        self.damaged = [(str(key), error.message) for key, error in decisions.damaged.items()]
+        for key, error in decisions.damaged.items():
+            log.warning("epoch %d cannot be listed: %s", key.epoch, error)
+        committed = {key: _info(header) for key, header in decisions.headers().items()}
         lineages = self.lineages()
         line = set(lines.visible(committed, lineages, lines.current(lineages)).values())
         listed = sorted(committed, key=lambda k: (k.epoch, k.lineage, k.attempt))
@@ -211,7 +211,7 @@ class StoreReader:
 
     def not_found(self, epoch: int | str, rewind_to: int | None = None) -> NotFound:
         """The error that says which epochs there are instead of ``epoch``."""
-        known = sorted({key.epoch for key in self.keys() if self._is_committed(key)})
+        known = sorted({key.epoch for key in read_decisions(self.backend).committed})
         what = "no epoch" if epoch == "latest" else f"no epoch {epoch}"
         if epoch == "latest" and rewind_to is not None:
             what += f" up to {rewind_to}"
@@ -227,12 +227,6 @@ class StoreReader:
             path=self.path,
             epoch=None if isinstance(epoch, str) else epoch,
         )
-
-    def _is_committed(self, key: DecisionKey) -> bool:
-        try:
-            return self.manifest(key) is not None
-        except (IntegrityError, FormatError, StorageError):
-            return False  # only for a message about other epochs
 
     # -- items -----------------------------------------------------------------------------------
 
@@ -267,7 +261,8 @@ class StoreReader:
         self.read_wants(
             manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage, fetch=fetch
         )
-        return {name: destination.finish() for name, destination in made.items()}
+        with collection_paused():
+            return {name: destination.finish() for name, destination in made.items()}
 
     def read_wants(
         self,
@@ -408,8 +403,7 @@ def _opener(
     return open_first
 
 
-def _info(manifest: ManifestReader, key: DecisionKey) -> EpochInfo:
-    header = manifest.header
+def _info(header: EpochHeader) -> EpochInfo:
     return EpochInfo(
         epoch=header.epoch,
         members=header.world_size,
@@ -417,6 +411,6 @@ def _info(manifest: ManifestReader, key: DecisionKey) -> EpochInfo:
         bytes_unique=header.bytes_unique,
         bytes_stored=header.bytes_stored,
         committed_at=header.created_at,
-        lineage=key.lineage,
+        lineage=header.lineage,
         metadata=header.metadata,
     )

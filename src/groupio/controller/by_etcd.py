@@ -71,8 +71,9 @@ class EtcdCoordinator(Coordinator):
         *,
         ttl_s: int = TTL_S,
         on_lost: OnLost | None = None,
+        by_token: bool = True,
     ) -> None:
-        super().__init__(on_lost)
+        super().__init__(on_lost, by_token=by_token)
         if not endpoints or ttl_s < 1 or not _SCOPE.fullmatch(scope):
             raise InvalidInput(
                 f"scope {scope!r}, {len(endpoints)} endpoints and a lease of {ttl_s} s do not make "
@@ -103,7 +104,7 @@ class EtcdCoordinator(Coordinator):
             if state.present:
                 self._await_end(state, deadline)
                 continue
-            mine = Rule(max(state.term, over) + 1, address, node, life)
+            mine = Rule(max(state.term, over) + 1, address, node, life, self._by_token)
             if self._try(mine, state, deadline):
                 return mine
 

@@ -57,8 +57,9 @@ class StoreCoordinator(Coordinator):
         poll_s: float = 1.0,
         on_lost: OnLost | None = None,
         after: Callable[[GroupIOError], Backend] | None = None,
+        by_token: bool = True,
     ) -> None:
-        super().__init__(on_lost)
+        super().__init__(on_lost, by_token=by_token)
         self._backend = backend
         self._after = after
         self._poll_s = poll_s
@@ -79,7 +80,7 @@ class StoreCoordinator(Coordinator):
                     # Also when the answer to the creation was lost on the way.
                     self._take(newest.rule)
                 return newest.rule
-            mine = Rule(max(newest.term, over) + 1, address, node, life)
+            mine = Rule(max(newest.term, over) + 1, address, node, life, self._by_token)
             if not self._create(mine):
                 known = mine.term
                 continue

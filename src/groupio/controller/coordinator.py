@@ -34,13 +34,15 @@ OnLost = Callable[[str], None]
 class Rule(msgspec.Struct, frozen=True):
     """One controller's rule over a job. (node, life) is the agent process that rules.
 
-    ``address`` is where agents reach it, such as ``tcp://host:port``.
+    ``address`` is where agents reach it, such as ``tcp://host:port``. ``by_token``: agents show
+    it the job's token, else the key in the store.
     """
 
     term: int
     address: str
     node: str
     life: str
+    by_token: bool = True
 
 
 class Coordinator(abc.ABC):
@@ -48,11 +50,12 @@ class Coordinator(abc.ABC):
 
     ``on_lost`` is called as soon as this object learns that its own rule ended otherwise than by
     ``resign`` or ``close``. Closing without ``resign`` leaves things as the death of the process
-    would.
+    would. ``by_token``: see :class:`Rule`.
     """
 
-    def __init__(self, on_lost: OnLost | None = None) -> None:
+    def __init__(self, on_lost: OnLost | None = None, *, by_token: bool = True) -> None:
         self._on_lost = on_lost
+        self._by_token = by_token
         self._lock = threading.Lock()
         self._held: Rule | None = None
 
@@ -141,7 +144,7 @@ def candidate(node: str, life: str, address: str, over: int) -> Rule:
 def encode_rule(rule: Rule) -> bytes:
     """The record of ``rule``; an empty ``address`` says that nobody rules in its term."""
     return encode_controller(
-        ControllerRecord(rule.term, rule.address, rule.node, rule.life, time.time())
+        ControllerRecord(rule.term, rule.address, rule.node, rule.life, time.time(), rule.by_token)
     )
 
 
@@ -153,4 +156,4 @@ def decode_rule(data: bytes, path: str) -> Rule | None:
     record = decode_controller(data, path)
     if not record.address:
         return None
-    return Rule(record.term, record.address, record.node, record.life)
+    return Rule(record.term, record.address, record.node, record.life, record.by_token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -38,12 +38,12 @@ class Gate:
     def __init__(
         self,
         address: str,
-        keys: Keys | None,
+        keys: Keys,
         node: str,
         life: str,
         find: Callable[[cm.NodeHello], Host],
     ) -> None:
-        """Listen at ``address``. InvalidInput when that needs a token and there is none."""
+        """Listen at ``address``. InvalidInput when that needs a token and the keys are of none."""
         self._find = find
         self._node = node
         self._loop = asyncio.get_running_loop()
@@ -137,11 +137,12 @@ class Gate:
                 host.hear(line, message)
 
 
-def no_such_job(hello: cm.NodeHello, here: Iterable[Host] = ()) -> ControllerLost:
-    """The error for an agent whose job has no controller in this process, but others ``here``."""
-    others = ", ".join(f"job {h.store.job!r} (store {h.store.store_id})" for h in here)
+def no_such_job(hello: cm.NodeHello) -> ControllerLost:
+    """The error for an agent whose job has no controller in this process.
+
+    It says nothing of the jobs that have one here: the agent may have no part in them.
+    """
     return ControllerLost(
-        f"the controller of job {hello.job!r} (store {hello.store_id}) is not here"
-        + (f", only that of {others}" if others else "")
-        + "; look it up again"
+        f"the controller of job {hello.job!r} (store {hello.store_id}) is not here; "
+        "look it up again"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ from groupio.controller.describe import describe
 from groupio.controller.lines import Line, Lines
 from groupio.controller.store import JobStore
 from groupio.errors import GroupIOError, StorageError, StorageFull, to_wire
+from groupio.exhaustion import ThreadPool
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol.controller import Controller
@@ -78,17 +79,22 @@ class Host:
     """It acts no more: orders of a rule that has ended are nobody's."""
     _shared: bool = False
     """Agents of other nodes reach the store too."""
+    _view: int = 0
+    """The number of the opened store of which the machine knows."""
     _settling: list[tuple[Line, cm.ClientSettles]] = field(default_factory=list)
     _plans: Any = None
     _swarms: Swarms | None = None
     """The reads of several nodes."""
-    _thread: ThreadPoolExecutor = field(init=False)
+    _thread: ThreadPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.controller = Controller(
-            numbers=self.numbers, node=self.lines.own, resumes=self.term > 0
+            numbers=self.numbers,
+            node=self.lines.own,
+            resumes=self.term > 0,
+            proves=self.term > 0,
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._thread = ThreadPool(1, "store")
         if self.term:
             # Imported here: an agent whose jobs are all of one node does without.
             from groupio.controller.swarms import Swarms
@@ -207,6 +213,9 @@ class Host:
                 | fx.CompareEpoch()
                 | fx.Decide()
                 | fx.ForgetInflight()
+                | fx.LeaveMark()
+                | fx.FindMark()
+                | fx.RemoveMarks()
                 | fx.MakePlan()
             ):
                 run, failed = self._task(effect)
@@ -251,6 +260,9 @@ class Host:
         done: Future[ev.ControllerEvent | None],
         failed: Callable[[GroupIOError], ev.ControllerEvent | None],
     ) -> None:
+        views = self.store.views
+        if self.term and views != self._view:
+            self.around.post(lambda: self._note_view(views))
         error = done.exception()
         if error is None:
             event = done.result()
@@ -261,6 +273,12 @@ class Host:
             event = failed(error)
         if event is not None:
             self._answer(event)
+
+    def _note_view(self, views: int) -> None:
+        """The store's thread may have opened the store anew: what agents proved is void."""
+        if views != self._view:
+            self._view = views
+            self.tell(ev.StoreRenewed())
 
     def _task(
         self, effect: fx.Effect
@@ -283,24 +301,37 @@ class Host:
                 )
             case fx.PrepareEpoch(group=group):
                 see = partial(self.around.see, group)
-                paths = {node: line.hello.store for node, line in self.lines.by_node.items()}
+                paths = dict(self.lines.paths)
+                view = self._view if self.term else None
                 return (
-                    lambda: ev.Prepared(group, self.store.prepare(effect, see, paths)),
+                    lambda: ev.Prepared(group, self.store.prepare(effect, see, paths, view)),
                     lambda e: ev.Prepared(group, error=e),
                 )
-            case fx.CompareEpoch(group=group, key=key):
-                committed = self.controller.committed[key]
+            case fx.CompareEpoch(group=group):
                 return (
-                    lambda: ev.Compared(group, self.store.compare(effect, committed)),
+                    lambda: ev.Compared(group, self.store.compare(effect)),
                     lambda e: ev.Compared(group, False, e),
                 )
             case fx.Decide(group=group):
+                view = self._view if self.term else None
                 return (
-                    lambda: self._decide(effect),
+                    lambda: self._decide(effect, view),
                     lambda e: ev.Decided(group, False, False, e),
                 )
             case fx.ForgetInflight(key=key):
                 return lambda: self.store.forget(key), lambda e: None
+            case fx.LeaveMark(proof=proof):
+                return (
+                    lambda: self.store.leave_mark(proof),
+                    lambda e: ev.MarkLeft(proof, error=e),
+                )
+            case fx.FindMark(proof=proof, name=name):
+                return (
+                    lambda: self.store.find_mark(proof, name),
+                    lambda e: ev.MarkFound(proof, error=e),
+                )
+            case fx.RemoveMarks(own=own, shown=shown):
+                return lambda: self.store.remove_marks(own, shown), lambda e: None
             case fx.MakePlan(group=group, round=number):
                 framed = self.controller.groups[group].first.door == "dcp"
                 return (
@@ -329,11 +360,11 @@ class Host:
             return planned
         return replace(planned, plan=label_moves(planned.plan, effect.reports))
 
-    def _decide(self, effect: fx.Decide) -> ev.Decided:
-        committed, ours = self._make_room(effect)
+    def _decide(self, effect: fx.Decide, view: int | None) -> ev.Decided:
+        committed, ours = self._make_room(effect, view)
         return ev.Decided(effect.group, committed, ours)
 
-    def _make_room(self, effect: fx.Decide) -> tuple[bool, bool]:
+    def _make_room(self, effect: fx.Decide, view: int | None) -> tuple[bool, bool]:
         """Decide; on a full store, where nobody can commit the attempt, out of its own room."""
         room: list[Callable[[], None]] = []
         if effect.drop_segments_if_full:
@@ -343,7 +374,7 @@ class Host:
             ]
         while True:
             try:
-                return self.store.decide(effect)
+                return self.store.decide(effect, view)
             except StorageFull:
                 if not room:
                     raise

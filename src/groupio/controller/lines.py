@@ -53,6 +53,8 @@ class Lines:
     """Also of agents that are refused because another one has their node's name."""
     clients: dict[str, str] = field(default_factory=dict)
     """The node of each client that was heard of."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Each node's path of the store, also of nodes that are lost: for messages."""
     memory: dict[str, cm.NodeMemory] = field(default_factory=dict)
     """What each node said last of its memory."""
 
@@ -62,6 +64,7 @@ class Lines:
             case ev.MemberOpened(node=node, client=client):
                 self.clients[client] = node
             case ev.NodeJoined(node=node, clients=arrived, opens=opens, held=held):
+                self.paths[node] = event.path
                 for client in (*(c.client for c in arrived), *(o.client for o in opens)):
                     self.clients[client] = node
                 for one in held:

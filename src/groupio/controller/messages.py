@@ -14,7 +14,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reading_messages as rm
 
-CONTROL_VERSION = 4
+CONTROL_VERSION = 5
 """Raised when a message, an event or an order changes its meaning."""
 
 
@@ -135,6 +135,8 @@ FROM_NODE = (
     ev.NodeStored,
     ev.NodeFailed,
     ev.NodeIdle,
+    ev.NodeReopened,
+    ev.StoreShown,
     *FROM_READER,
 )
 """All that a controller takes from an agent."""
@@ -155,6 +157,7 @@ FROM_CONTROLLER = (
     fx.TakeRoom,
     fx.AdoptGroup,
     fx.DropHeld,
+    fx.ShowStore,
     fx.RefuseNode,
     fx.TellReached,
     fx.TellUnreachable,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from groupio.controller import messages as cm
 from groupio.controller.coordinator import Rule
 from groupio.controller.keys import Keys
+from groupio.controller.sockets import split_address
 from groupio.controller.transport import ControlClient
 from groupio.errors import ControllerLost, FormatError, InvalidInput, from_wire
 from groupio.protocol.wireform import WireForm
@@ -15,8 +17,21 @@ PROBE_S = 5.0
 """So long a controller may take to answer before it counts as gone."""
 
 
+LISTENS_S = 2.0
+"""How long a machine may take to answer whether somebody listens there."""
+
+
+def is_taken(address: str) -> bool:
+    """Whether somebody takes connections at ``tcp://host:port``; nothing is said there."""
+    try:
+        socket.create_connection(split_address(address), LISTENS_S).close()
+    except (OSError, InvalidInput):
+        return False
+    return True
+
+
 async def rules_still(
-    rule: Rule, hello: cm.NodeHello, keys: Keys | None, timeout_s: float = PROBE_S
+    rule: Rule, hello: cm.NodeHello, keys: Keys, timeout_s: float = PROBE_S
 ) -> bool:
     """Whether ``rule.address`` answers ``hello`` as the controller of its store does.
 

@@ -13,15 +13,16 @@ import time
 import uuid
 
 from groupio.agent.identity import Writer, process_start
-from groupio.backend.base import LINEAGES, RandomReader, is_no_record, read_record
+from groupio.backend.base import EPOCHS, LINEAGES, is_no_record
+from groupio.backend.faults import storage_error
 from groupio.backend.posix import PosixBackend
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
+from groupio.format.envelope import HEADER_BYTES
 from groupio.format.manifest import ManifestReader
 from groupio.format.records import (
     AbortRecord,
     InflightRecord,
     RecordKind,
-    decode_abort,
     decode_inflight,
     decode_lineage,
     decode_record_kind,
@@ -32,6 +33,7 @@ from groupio.format.records import (
 )
 from groupio.model import DecisionKey, Lineage
 from groupio.protocol import events as ev
+from groupio.store.catalogue import Decisions, read_decisions, write_catalogue
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +64,16 @@ def recover(
     # on it.
     for folder in ("epochs", "lineages"):
         backend.sync_folder(folder, force=True)
-    committed, aborted, incarnation = _decisions(backend)
+    lineages = _lineages(backend)
+    decisions = read_decisions(backend, lineages)
+    write_catalogue(backend, decisions)
+    committed, aborted = _committed(decisions), _aborted(decisions)
+    incarnation = decisions.incarnation
     decided = {c.key for c in committed} | set(aborted)
     segments = _segments(backend)
     undecided: list[ev.UndecidedAttempt] = []
-    for key in sorted(_attempts(backend) | set(segments)):
+    # Of what is decided, and that may be thousands, only what has records left is looked at.
+    for key in sorted(_attempts(backend) | (set(segments) - decided)):
         if key in held:
             continue
         inflight = _inflight(backend, key)
@@ -91,14 +98,16 @@ def recover(
                     # Another controller decided it meanwhile: what stands there counts.
                     return recover(backend, writer, job, held, fence=fence, resume=resume)
                 aborted.append(key)
+                if inflight is not None:  # announced until now, so no commit refers to it
+                    _delete_segments(backend, segments.pop(key, []))
             else:
                 committed.append(found)
         backend.delete("prepared", str(key))
         backend.delete("inflight", str(key))
-    _drop_segments(backend, [n for key in aborted for n in segments.get(key, ())], committed)
+    _drop_segments(backend, {key: segments[key] for key in aborted if key in segments})
     return ev.StoreState(
         job=job,
-        lineages=_lineages(backend),
+        lineages=lineages,
         committed=tuple(committed),
         aborted=tuple(aborted),
         incarnation=incarnation,
@@ -108,76 +117,68 @@ def recover(
 
 def listed(backend: PosixBackend, job: str) -> ev.StoreState:
     """What is decided in the store, and nothing else; for those who decide nothing themselves."""
-    committed, aborted, incarnation = _decisions(backend)
-    lines = _lineages(backend)
-    return ev.StoreState(job, lines, tuple(committed), tuple(aborted), incarnation)
+    lineages = _lineages(backend)
+    decisions = read_decisions(backend, lineages)
+    committed, aborted = _committed(decisions), _aborted(decisions)
+    return ev.StoreState(job, lineages, tuple(committed), tuple(aborted), decisions.incarnation)
 
 
-def _decisions(
-    backend: PosixBackend,
-) -> tuple[list[ev.CommittedEpoch], list[DecisionKey], int]:
-    committed: list[ev.CommittedEpoch] = []
-    aborted: list[DecisionKey] = []
-    incarnation = 0
-    for name in backend.list("epochs"):
+def _committed(decisions: Decisions) -> list[ev.CommittedEpoch]:
+    committed = [
+        ev.CommittedEpoch(key, entry.content.incarnation, entry.content.content_id)
+        for key, entry in decisions.entries.items()
+        if entry.content is not None
+    ]
+    for key, error in decisions.damaged.items():
+        log.warning("the decision of %s cannot be read: %s", key, error)
+        if key not in decisions.damaged_aborts:
+            # The attempt is decided, whatever it was; its number is never used again.
+            committed.append(ev.CommittedEpoch(key, 0, b""))
+    return committed
+
+
+def _aborted(decisions: Decisions) -> list[DecisionKey]:
+    return [*decisions.aborted, *sorted(decisions.damaged_aborts)]
+
+
+def _drop_segments(backend: PosixBackend, doomed: dict[DecisionKey, list[str]]) -> None:
+    """Delete segments of aborted attempts, but never one that a committed epoch refers to.
+
+    That happens when somebody removed a decision by hand. While a commit cannot be read, nobody
+    knows what it refers to, and nothing is deleted. All decisions are read from their files.
+    """
+    if not doomed:
+        return
+    used: set[str] = set()
+    for name in backend.list(EPOCHS):
         key = parse_key(name)
         if key is None:
             continue
         try:
-            with backend.reader("epochs", name) as reader:
-                kind = decode_record_kind(reader.read(0, min(reader.size, 64)))
-                if kind is not RecordKind.COMMIT:
-                    # A life of the job that only ever aborted counts too.
-                    incarnation = max(incarnation, _aborted_by(reader))
-                    aborted.append(key)
+            with backend.reader(EPOCHS, name) as reader:
+                head = reader.read(0, min(reader.size, HEADER_BYTES))
+                if decode_record_kind(head, reader.path) is RecordKind.ABORT:
                     continue
-                header = ManifestReader(reader.read, reader.size, reader.path).header
-        except GroupIOError as error:
-            if not is_no_record(error):
-                raise
-            # The attempt is decided, whatever it was; its number is never used again.
-            log.warning("the decision of %s cannot be read: %s", name, error)
-            committed.append(ev.CommittedEpoch(key, 0, b""))
-            continue
-        committed.append(ev.CommittedEpoch(key, header.incarnation, header.content_id))
-        incarnation = max(incarnation, header.incarnation)
-    return committed, aborted, incarnation
-
-
-def _drop_segments(
-    backend: PosixBackend, names: list[str], committed: list[ev.CommittedEpoch]
-) -> None:
-    """Delete segments of aborted attempts, but never one that a committed epoch refers to.
-
-    That happens when somebody removed a decision by hand. While any commit cannot be read, nobody
-    knows what it refers to, and nothing is deleted.
-    """
-    if not names:
-        return
-    used: set[str] = set()
-    for found in committed:
-        try:
-            with backend.reader("epochs", str(found.key)) as reader:
+                doomed.pop(key, None)
                 manifest = ManifestReader(reader.read, reader.size, reader.path)
                 used.update(segment.name for segment in manifest.segments)
+        except NotFound:
+            continue  # retention took it after it was listed
         except GroupIOError as error:
             if not is_no_record(error):
                 raise
-            log.warning("%d segment(s) of aborted epochs are kept: %s", len(names), error)
+            log.warning("segments of %d aborted epoch(s) are kept: %s", len(doomed), error)
             return
-    for name in names:
+    for name in (name for names in doomed.values() for name in names):
         if name in used:
             log.error("segment %s is in use, but the decision of its epoch is gone", name)
         else:
-            backend.delete("segments", name)
+            _delete_segments(backend, [name])
 
 
-def _aborted_by(reader: RandomReader) -> int:
-    try:
-        return decode_abort(read_record(reader), reader.path).incarnation
-    except (IntegrityError, FormatError) as error:
-        log.warning("%s is damaged, but an abort all the same: %s", reader.path, error)
-        return 0
+def _delete_segments(backend: PosixBackend, names: list[str]) -> None:
+    for name in names:
+        backend.delete("segments", name)
 
 
 def _attempts(backend: PosixBackend) -> set[DecisionKey]:
@@ -249,7 +250,11 @@ def _lives(record: InflightRecord, writer: Writer) -> bool:
         return False
     if (record.pid, record.pid_start) == (writer.pid, writer.pid_start) or not record.pid_start:
         return False
-    return os.path.exists(f"/proc/{record.pid}") and process_start(record.pid) == record.pid_start
+    path = f"/proc/{record.pid}"
+    try:
+        return os.path.exists(path) and process_start(record.pid) == record.pid_start
+    except OSError as error:
+        raise storage_error(error, path, "look at") from error
 
 
 def _complete(backend: PosixBackend, key: DecisionKey) -> ev.CommittedEpoch | None:

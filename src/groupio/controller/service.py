@@ -29,7 +29,8 @@ from groupio.controller.host import Host
 from groupio.controller.keys import Keys
 from groupio.controller.lines import Lines
 from groupio.controller.opening import open_coordinator
-from groupio.controller.probing import rules_still
+from groupio.controller.probing import is_taken, rules_still
+from groupio.controller.sockets import numeric, require_keys
 from groupio.controller.store import JobStore
 from groupio.errors import ControllerLost, GroupIOError, InvalidInput
 from groupio.protocol import effects as fx
@@ -112,8 +113,11 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         duty = self.duty
-        keys = Keys.from_env(os.environ)
-        gate = Gate(f"tcp://{duty.host}:{duty.port}", keys, duty.node, self.life, self._find)
+        token = Keys.from_env(os.environ)
+        listens_at = f"tcp://{duty.host}:{duty.port}"
+        if numeric(duty.host):
+            require_keys(listens_at, duty.host, token, "listen on")
+        gate: Gate | None = None
         writer = Writer.of_this_process()
         store = JobStore(duty.path, duty.job, duty.node, writer, duty.file_mode, indexes=False)
         coordinator: Coordinator | None = None
@@ -124,8 +128,17 @@ class Service:
                     f"the store {duty.path} belongs to job {store.job!r}, and --job says "
                     f"{duty.job!r}; leave it out, or give the store of that job"
                 )
+            keys = token
+            if keys is None:
+                keys = await asyncio.to_thread(Keys.of, store.backend)
+            gate = Gate(listens_at, keys, duty.node, self.life, self._find)
             coordinator = open_coordinator(
-                duty.where, store.backend, store_id, on_lost=self._on_lost, after=store.after
+                duty.where,
+                store.backend,
+                store_id,
+                by_token=not keys.of_store,
+                on_lost=self._on_lost,
+                after=store.after,
             )
             port = gate.address.rpartition(":")[2]
             address = f"tcp://{reachable(duty.host)}:{port}"
@@ -134,7 +147,8 @@ class Service:
                 if rule is not None:
                     await self._rule(coordinator, rule, store)
         finally:
-            gate.close()
+            if gate is not None:
+                gate.close()
             if coordinator is not None:
                 await asyncio.to_thread(coordinator.close)
             await asyncio.to_thread(store.close)
@@ -142,7 +156,7 @@ class Service:
     # -- the rule ---------------------------------------------------------------------------------
 
     async def _win(
-        self, coordinator: Coordinator, address: str, keys: Keys | None, store: JobStore
+        self, coordinator: Coordinator, address: str, keys: Keys, store: JobStore
     ) -> Rule | None:
         """This process's rule; None when it was stopped before it had one."""
         over = 0 if self.rule is None else self.rule.term
@@ -175,7 +189,7 @@ class Service:
                 await self._sleep(RETRY_S)
         return None
 
-    async def _past(self, rule: Rule, keys: Keys | None, store: JobStore) -> int:
+    async def _past(self, rule: Rule, keys: Keys, store: JobStore) -> int:
         """The term to go above, since its ruler does not answer; ControllerLost when it does."""
         hello = cm.NodeHello(
             version=cm.CONTROL_VERSION,
@@ -187,6 +201,11 @@ class Service:
             store_id=store.store_id,
             term=rule.term,
         )
+        if rule.by_token == keys.of_store and await asyncio.to_thread(is_taken, rule.address):
+            raise InvalidInput(
+                f"{_who(rule)} has the controller of {store.path} and another token than this "
+                "process; give both the same GROUPIO_TOKEN or GROUPIO_TOKEN_FILE"
+            )
         if await rules_still(rule, hello, keys):
             raise ControllerLost(
                 f"{_who(rule)} already has the controller of {store.path} (term {rule.term}); "
@@ -302,7 +321,7 @@ class Service:
     def _find(self, hello: cm.NodeHello) -> Host:
         host = self._host
         if host is None or hello.store_id != host.store.store_id:
-            raise no_such_job(hello, () if host is None else (host,))
+            raise no_such_job(hello)
         if hello.job != host.store.job:
             raise InvalidInput(
                 f"node {hello.node} means job {hello.job!r}, and store {hello.store_id} belongs to "

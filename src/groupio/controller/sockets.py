@@ -78,10 +78,10 @@ def numeric(host: str) -> bool:
 
 
 def require_keys(address: str, host: str, keys: Keys | None, what: str) -> None:
-    """InvalidInput when control messages would travel between machines without a key."""
-    if keys is None and not is_loopback(host):
+    """InvalidInput when control messages would travel between machines without a token."""
+    if (keys is None or keys.of_store) and not is_loopback(host):
         raise InvalidInput(
-            f"will not {what} {address} without a key, because it is no loopback address; set"
+            f"will not {what} {address} without a token, because it is no loopback address; set"
             " GROUPIO_TOKEN_FILE (or GROUPIO_TOKEN) to the same secret on all nodes"
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -47,7 +48,9 @@ from groupio.plan.layout import lease_bytes
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import lineage as lines
+from groupio.protocol import reasons
 from groupio.protocol.reasons import is_away
+from groupio.store.catalogue import RECENT, read_decisions, write_catalogue
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ _T = TypeVar("_T")
 
 TEMPORARY_AGE_S = 24 * 3600.0
 """Unfinished records older than this belong to writers that are long dead."""
+
+MARK_BYTES = 32
+"""Random bytes in a mark."""
 
 LOOK_S = 10.0
 """A segment that another node has just written is looked for so long."""
@@ -119,7 +125,11 @@ class JobStore:
     node: str
     writer: Writer
     file_mode: int | None = None
+    umask: int | None = None
+    """Of the client that the store was opened for; None: of this process."""
     io_mode: str = ""
+    expected: str = ""
+    """The id (hex) of the store that must be at the path; "" where any will do."""
     indexes: bool = True
     """Whether saves go through this object: only they use what is known of older epochs."""
     store_id: str = ""
@@ -128,6 +138,8 @@ class JobStore:
     lease_bytes: dict[int, int] = field(default_factory=dict)
     """What each rank's lease took in the newest epoch found at opening."""
     saved: Saved = field(default_factory=Saved)
+    views: int = 0
+    """How often the store was opened by its path, which may have led to another one each time."""
     _backend: PosixBackend | None = None
     _complete: bool = False
     """The backend was opened to write: all its folders are there."""
@@ -137,13 +149,26 @@ class JobStore:
     _packed_tables: PackedTables = field(default_factory=dict)
     _doubted: bool = False
     """A call failed as it does when the store is away."""
+    _shown: str = ""
+    """The mark that this node left for its controller, which removes it."""
     _prepared_before: set[DecisionKey] = field(default_factory=set)
     """Prepared through a backend before this one, which does not know their records."""
+    _decided_since: int = 0
+    """Decisions since the catalogue was looked at."""
     _renewing: threading.Lock = field(default_factory=threading.Lock)
 
     def for_controller(self) -> JobStore:
         """The same store anew, for a controller through which nobody saves."""
-        return JobStore(self.path, self.job, self.node, self.writer, self.file_mode, indexes=False)
+        modes = (self.file_mode, self.umask)
+        return JobStore(
+            self.path,
+            self.job,
+            self.node,
+            self.writer,
+            *modes,
+            expected=self.expected,
+            indexes=False,
+        )
 
     @property
     def backend(self) -> PosixBackend:
@@ -218,8 +243,13 @@ class JobStore:
         """Open the store if it is not; nothing stays open of one that was never seen."""
         first = self._backend is None
         if self._backend is None:
-            self._backend = PosixBackend.open(self.path, create=create, file_mode=self.file_mode)
+            if self.expected:
+                self._check_expected()
+            self._backend = PosixBackend.open(
+                self.path, create=create, file_mode=self.file_mode, umask=self.umask
+            )
             self._complete, self._doubted = create, False
+            self.views += 1
         backend = self._backend
         try:
             record = backend.ensure_store_record(self.job) if create else backend.store_record()
@@ -229,6 +259,16 @@ class JobStore:
             raise
         self.job, self.store_id = record.job, record.store_id
         return backend, record
+
+    def _check_expected(self) -> None:
+        """StorageError unless the store that clients have used so far is at the path."""
+        try:
+            with PosixBackend.open(self.path, create=False) as backend:
+                now = backend.store_record().store_id
+        except NotFound as error:
+            raise reasons.store_gone(self.path) from error
+        if now != self.expected:
+            raise reasons.other_store(self.path, now, self.expected)
 
     def learn(self, key: DecisionKey) -> None:
         """Index the chunks of an epoch that a controller elsewhere committed."""
@@ -279,6 +319,7 @@ class JobStore:
         except GroupIOError:
             self._doubted = True
             raise
+        self.views += 1
         log.warning("opened %s anew: %s", self.path, why)
         self._prepared_before.update(self._prepared)
 
@@ -364,19 +405,25 @@ class JobStore:
 
     @_asking
     def prepare(
-        self, effect: fx.PrepareEpoch, see: See, paths: Mapping[str, str] | None = None
+        self,
+        effect: fx.PrepareEpoch,
+        see: See,
+        paths: Mapping[str, str] | None = None,
+        view: int | None = None,
     ) -> bytes:
         """Check, build and write the epoch record; returns its content id. Durable on return.
 
         ``see`` shows bytes of the members' leases, which last until the answer. ``paths`` are the
-        paths of the store on other nodes, for messages. IntegrityError when a segment that the
-        epoch refers to is not whole in this store; StorageError when another node has just written
-        it: that node's path leads to another store.
+        paths of the store on other nodes, for messages. ``view`` is the number of the opened store
+        that they see (None: there are no others); another one is ESTALE. IntegrityError when a
+        segment that the epoch refers to is not whole in this store; StorageError when another node
+        has just written it: that node's path leads to another store.
         """
         merged = dedup.merge(effect.reports)
         check_replicas(effect.key.epoch, effect.reports, merged, see)
         manifest = self._build(effect, merged)
         backend = self.current()
+        self._check_view(view)
         self._check_segments(backend, effect, manifest, paths or {})
         data = encode_manifest(manifest, self._packed_tables)
         backend.sync_folder("segments")
@@ -455,22 +502,93 @@ class JobStore:
             )
         return StorageError(
             f"Node {writer} wrote segment {segment.name} of this epoch to its store "
-            f"{paths.get(writer, self.path)}, and in the store {self.path} of the controller on "
+            f"{paths.get(writer, '')}, and in the store {self.path} of the controller on "
             f"node {self.node} it {gone}: one is a copy of the other, or another file system is "
             "mounted. Let all nodes use the same file system, then save again.",
             path=path,
         )
 
-    def compare(self, effect: fx.CompareEpoch, committed: bytes) -> bool:
-        """The members' content is that of the committed epoch."""
+    # -- marks -----------------------------------------------------------------------------------
+
+    @_asking
+    def leave_mark(self, proof: int) -> ev.MarkLeft:
+        """Leave a mark for an agent, in the folder of decisions, which the agent has to see."""
+        content = secrets.token_bytes(MARK_BYTES)
+        name = self._here().leave_mark("epochs", content)
+        return ev.MarkLeft(proof, name, content, self.path)
+
+    @_asking
+    def find_mark(self, proof: int, name: str) -> ev.MarkFound:
+        """Read the mark of an agent, in the folder of segments, which the agent writes."""
+        return ev.MarkFound(proof, self._here().find_mark("segments", name) or b"")
+
+    def remove_marks(self, own: Iterable[str], shown: Iterable[str]) -> None:
+        """Remove marks of this controller and of agents; leftovers are removed by age."""
+        try:
+            for folder, names in (("epochs", own), ("segments", shown)):
+                for name in names:
+                    self._here().remove_mark(folder, name)
+        except GroupIOError as error:
+            self.doubt(error)
+            log.info("marks in %s stay for a while: %s", self.path, error)
+
+    @_asking
+    def show(self, order: fx.ShowStore) -> ev.StoreShown:
+        """What this node sees of the controller's mark; where it does, it leaves one of its own."""
+        backend = self._here()
+        found = backend.find_mark("epochs", order.name)
+        if not found:
+            return ev.StoreShown(order.node, order.name)
+        self.hide()
+        content = secrets.token_bytes(MARK_BYTES)
+        self._shown = backend.leave_mark("segments", content)
+        return ev.StoreShown(order.node, order.name, found, self._shown, content)
+
+    def hide(self) -> None:
+        """Remove the mark that this node left, if it is still there."""
+        if self._shown:
+            self.remove_marks((), (self._shown,))
+            self._shown = ""
+
+    def _here(self) -> PosixBackend:
+        if self._backend is None:
+            raise StorageError(
+                f"the store {self.path} is closed; it is opened by the next save",
+                path=self.path,
+                errno=errno.ESTALE,
+            )
+        return self.current()
+
+    def _check_view(self, view: int | None) -> None:
+        if view is not None and self.views != view:
+            raise StorageError(
+                f"the store {self.path} was opened anew; the epoch goes on once all nodes have "
+                "proved that they see it",
+                path=self.path,
+                errno=errno.ESTALE,
+            )
+
+    @_asking
+    def compare(self, effect: fx.CompareEpoch) -> bool:
+        """The members' content is that of the committed epoch, by its own record.
+
+        IntegrityError or FormatError when that cannot be read.
+        """
+        self.renew()
+        with self._manifest(effect.key) as manifest:
+            committed = manifest.header.content_id
         return dedup.content_id(effect.reports, effect.world_size) == committed
 
     @_asking
-    def decide(self, effect: fx.Decide) -> tuple[bool, bool]:
-        """Make the decision, or learn the one that stands: (committed, ours). Durable on return."""
+    def decide(self, effect: fx.Decide, view: int | None = None) -> tuple[bool, bool]:
+        """Make the decision, or learn the one that stands: (committed, ours). Durable on return.
+
+        ``view`` as in :meth:`prepare`, for a commit.
+        """
         key = effect.key
         self.renew()
         if effect.commit:
+            self._check_view(view)
             manifest = self._prepared.get(key)
             if self.backend.commit_prepared(key) and key not in self._prepared_before:
                 committed, ours = True, True
@@ -509,12 +627,17 @@ class JobStore:
     def forget(self, key: DecisionKey) -> None:
         """Remove the in-flight record of a decided attempt; not urgent, so never an error."""
         self._unheard.pop(key, None)
+        self._decided_since += 1
         try:
             self.renew()
             self.backend.delete("inflight", str(key))
+            if self._decided_since >= RECENT:
+                # Its members know of the decision: this is on nobody's way.
+                self._decided_since = 0
+                write_catalogue(self.backend, read_decisions(self.backend))
         except GroupIOError as error:
             self.doubt(error)
-            log.warning("the in-flight record of %s stays until recovery: %s", key, error)
+            log.warning("what is left of attempt %s stays until recovery: %s", key, error)
 
     def close(self) -> None:
         """Close the store; a later open finds it again."""

@@ -177,14 +177,14 @@ class ControlServer:
 
     ``address`` is tcp://host:port with a numeric host or a name of this machine; port 0 takes a
     free one, and the attribute has the real one. InvalidInput when it cannot be listened on, or
-    is no loopback address and there are no ``keys``. ``life`` names this process.
+    is no loopback address and ``keys`` are of no token. ``life`` names this process.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         address: str,
-        keys: Keys | None,
+        keys: Keys,
         on_link: Callable[[Peer], None],
         *,
         life: str,
@@ -202,11 +202,10 @@ class ControlServer:
         """Of the connection over which each end was heard; another one may have it by now."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         refusals = Refusals()
-        self._gate = Gate(loop, self._context, keys, refusals) if keys is not None else None
+        self._gate = Gate(loop, self._context, keys, refusals)
         sock = new_socket(self._context, zmq.ROUTER, host)
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys is not None:
-            require_client_key(sock, keys)
+        require_client_key(sock, keys)
         self._monitor = Monitor(self._context, sock, refusals, self._connection_ended)
         self._socket = LoopSocket(loop, sock, self._came)
         self._open = True
@@ -229,8 +228,7 @@ class ControlServer:
         self._open = False
         self._monitor.close()
         self._socket.close()
-        if self._gate is not None:
-            self._gate.close()
+        self._gate.close()
         _end_context(self._context)
 
     def _came(self, parts: Parts) -> None:
@@ -294,14 +292,14 @@ class ControlClient:
     """One connection to a listening controller or agent; reconnects below while the link lives.
 
     ``on_lost`` comes once, also when nobody ever answered. InvalidInput when ``address`` cannot
-    be read, or is no loopback address and there are no ``keys``. ``life`` names this process.
+    be read, or is no loopback address and ``keys`` are of no token. ``life`` names this process.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         address: str,
-        keys: Keys | None,
+        keys: Keys,
         *,
         life: str,
         hello: bytes = b"",
@@ -352,7 +350,7 @@ class ControlClient:
     @property
     def locked_out(self) -> bool:
         """Somebody is there, and does not take this process's keys; also after the end."""
-        return self._keys is not None and self._watch is not None and self._watch.refused
+        return self._watch is not None and self._watch.refused
 
     def send(self, payload: bytes) -> None:
         """As :meth:`Peer.send`; before the connection stands, the message waits for it."""
@@ -382,8 +380,7 @@ class ControlClient:
 
     def _connect(self, host: str, port: int) -> None:
         sock = new_socket(self._context, zmq.DEALER, host)
-        if self._keys is not None:
-            show_client_key(sock, self._keys)
+        show_client_key(sock, self._keys)
         self._watch = Watch(self._loop, sock, self._connection_changed)
         sock.connect(join_address(host, port))
         self._socket = LoopSocket(self._loop, sock, self._came)
@@ -414,7 +411,7 @@ class ControlClient:
 
     def _lost(self, reason: str) -> None:
         if not self.peer.link.opened:
-            secret = "the same token there" if self._keys is not None else "no token there"
+            secret = "no token there" if self._keys.of_store else "the same token there"
             reason = f"{reason}; is {self.address} right, and {secret}?"
         self._on_lost(reason)
 

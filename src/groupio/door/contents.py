@@ -7,7 +7,7 @@ Names and paths are those that ``torch.distributed.checkpoint`` gives to the sam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from groupio.client.store_reader import StoreReader, member_layout
 from groupio.format.frames import DTYPE_BYTES
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import (
+    KEYS,
     PATHS,
     RESERVED,
     STRUCTURE,
@@ -107,6 +108,7 @@ class _Collector:
         self._values: dict[str, int] = {}  # the lowest rank that has the value
         self._order: dict[str, None] = {}
         self._roots: list[Branch] = []
+        self._key_trees: list[Branch] = []
         self._paths: dict[str, NamePath] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._layouts: dict[bytes, Layout] = {}
@@ -132,7 +134,7 @@ class _Collector:
             name = spec.name
             if name.startswith(RESERVED):
                 rows = refs[first[index] : first[index] + count[index]]
-                if name in (STRUCTURE, PATHS):
+                if name in (STRUCTURE, PATHS, KEYS):
                     self._add_record(member.rank, name, rows)
                 name = owner_of(name)
                 if not name:
@@ -157,6 +159,8 @@ class _Collector:
         record = self._read(rank, [name])[name]
         if name == STRUCTURE:
             self._roots.append(decode_structure(record))
+        elif name == KEYS:
+            self._key_trees.append(decode_structure(record))
         elif isinstance(record, dict):
             for known, path in record.items():
                 self._paths.setdefault(known, tuple(path))
@@ -189,7 +193,28 @@ class _Collector:
             path = entry.path or self._paths.get(name)
             if path is not None:
                 found.paths[entry.name] = path
+        self._add_wholes(found, values)
         return found
+
+    def _add_wholes(self, found: Contents, values: dict[str, Any]) -> None:
+        """Where mappings without tensors have keys that are no str, show such mappings whole too.
+
+        The names of DCP have every key as text, and torch's planner would put ``"5"`` beside ``5``.
+        Until torch 2.3 a mapping without tensors was one value under its own name; later planners
+        take a checkpoint that has these names for one of that time and read the values whole,
+        whose keys and classes are exact.
+        """
+        trees = [*self._roots, *self._key_trees]
+        wholes = [node for root in trees for node in _without_tensors(root, self._tensors)]
+        if not any(_has_other_keys(node) for node in wholes):
+            return
+        for node in wholes:
+            name = _joined(node)
+            if name in found.values or name in self._tensors:
+                continue
+            if all(leaf.name in values for leaf in node.leaves()):
+                found.values[name] = rebuild(node, lambda leaf: values[leaf.name])
+                found.paths[name] = _keys(node)
 
     def _read_values(self) -> dict[str, Any]:
         wanted: dict[int, list[str]] = {}
@@ -239,13 +264,36 @@ class _Collector:
 
 def _is_value_to_torch(node: Branch, tensors: dict[str, Shown]) -> bool:
     """torch takes apart mappings, and lists that hold mappings, tensors or such lists."""
-    if node.kind == "tuple":
-        return True
-    if node.kind != "list":
+    if node.keyed:
         return False
+    if node.kind != "list":
+        return True
     return all(
         child.name not in tensors if isinstance(child, Leaf) else _is_value_to_torch(child, tensors)
         for child in node.children.values()
+    )
+
+
+def _without_tensors(node: Branch, tensors: Mapping[str, Shown]) -> Iterator[Branch]:
+    """The largest mappings and lists below ``node`` in which torch finds no tensor."""
+    for child in node.children.values():
+        if isinstance(child, Branch) and (child.keyed or child.kind == "list"):
+            if _holds_tensors(child, tensors):
+                yield from _without_tensors(child, tensors)
+            else:
+                yield child
+
+
+def _holds_tensors(node: Branch | Leaf, tensors: Mapping[str, Shown]) -> bool:
+    if isinstance(node, Leaf):
+        return node.name in tensors
+    return any(_holds_tensors(child, tensors) for child in node.children.values())
+
+
+def _has_other_keys(node: Branch) -> bool:
+    return any(
+        branch.keyed and any(type(key) is not str for key in branch.children)
+        for branch in node.branches()
     )
 
 

@@ -110,6 +110,8 @@ def ensure_door(
     *,
     wanted: bool = False,
     pause: Callable[[], None] = lambda: None,
+    file_mode: int | None = None,
+    umask: int | None = None,
 ) -> Door | None:
     """Make the door of ``epoch`` unless it is there; None when there was nothing to do.
 
@@ -117,10 +119,10 @@ def ensure_door(
     saved with a door. Where no door is to be made, or it could
     not be, that of another write of the epoch, which a rewind abandoned, is removed: torch would
     read the wrong bytes there. Errors as :func:`make_door`; NotFound when a numbered epoch is not
-    committed.
+    committed. ``file_mode`` and ``umask`` as of ``PosixBackend.open``.
     """
     try:
-        with StoreReader.open(store) as reader:
+        with StoreReader.open(store, file_mode=file_mode, umask=umask) as reader:
             manifest = reader.resolve("latest" if epoch is None else epoch)
             with reader.backend.doors() as doors:
                 if has_door(doors, manifest.header):

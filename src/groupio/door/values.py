@@ -1,7 +1,9 @@
 """Plain values as pickles that unpickle to equal values of the same types.
 
 Written from fixed pieces (:mod:`groupio.format.opcodes`); groupio never reads a pickle. Values
-with arrays name numpy (and ml_dtypes), which whoever unpickles them needs to have.
+with arrays name numpy (and ml_dtypes), which whoever unpickles them needs to have; all others name
+the standard library only. OrderedDict, Counter and set are among what
+``torch.load(weights_only=True)`` accepts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 
 from groupio.errors import InvalidInput
 from groupio.format import opcodes as op
+from groupio.format.containers import FACTORIES, kind_of
 from groupio.format.dtypes import ML_DTYPES
 
 _TRUE = b"\x88"
@@ -48,7 +51,7 @@ def _write(value: Any, emit: Emit) -> None:
     elif isinstance(value, np.generic):
         _write_scalar(value, emit)
     else:
-        raise InvalidInput(f"a value of type {type(value).__name__} is not plain")
+        _write_container(value, emit)
 
 
 def _write_int(value: int, emit: Emit) -> None:
@@ -95,10 +98,58 @@ def _write_tuple(value: tuple[Any, ...], emit: Emit) -> None:
 
 def _write_dict(value: dict[Any, Any], emit: Emit) -> None:
     emit(op.EMPTY_DICT + op.MARK)
+    _write_entries(value, emit)
+    emit(op.SETITEMS)
+
+
+def _write_entries(value: dict[Any, Any], emit: Emit) -> None:
     for key, entry in value.items():
         _write(key, emit)
         _write(entry, emit)
-    emit(op.SETITEMS)
+
+
+def _write_container(value: Any, emit: Emit) -> None:
+    kind = kind_of(value)
+    if kind is None:
+        raise InvalidInput(f"a value of type {type(value).__name__} is not plain")
+    name, content = kind.name, kind.take(value)
+    module = "collections"
+    if name in ("set", "frozenset", "range", "slice"):
+        module = "builtins"
+    elif name == "SimpleNamespace":
+        module = "types"
+    emit(op.global_name(module, name))
+    match name:
+        case "OrderedDict" | "defaultdict":
+            factory = content[0] if name == "defaultdict" else ""
+            entries = content[1] if name == "defaultdict" else content
+            emit(_factory(factory) if name == "defaultdict" else op.EMPTY_TUPLE)
+            emit(op.REDUCE + op.MARK)
+            _write_entries(entries, emit)
+            emit(op.SETITEMS)
+        case "SimpleNamespace":
+            emit(op.EMPTY_TUPLE + op.REDUCE)
+            _write_dict(content, emit)
+            emit(op.BUILD)
+        case "deque":
+            _write_tuple((content[1], content[0]), emit)
+            emit(op.REDUCE)
+        case "namedtuple":
+            type_name, fields, values = content
+            _write_tuple((type_name, fields), emit)
+            emit(op.REDUCE)
+            _write_tuple(values, emit)
+            emit(op.REDUCE)
+        case _:
+            # The spans are made of three arguments, the others of one.
+            _write_tuple(content if type(content) is tuple else (content,), emit)
+            emit(op.REDUCE)
+
+
+def _factory(name: str) -> bytes:
+    if not name:
+        return op.tuple_of([op.NONE])
+    return op.tuple_of([op.global_name(FACTORIES[name].__module__, name)])
 
 
 def _write_array(value: np.ndarray[Any, Any], emit: Emit) -> None:

@@ -6,8 +6,8 @@ another job or the other end. The token itself never travels, but proofs do: a t
 be guessed can be found from them, so make it random. A connection serves one job.
 
 This says who is at the other end when a connection opens; it neither encrypts nor signs what
-follows. Whole chunks are checked against their names anyway. Without a token the key is a public
-one, and only loopback addresses may be listened on.
+follows. Whole chunks are checked against their names anyway. Without a token each job has a key
+of its own (:class:`JobKeys`), and only loopback addresses may be listened on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 from blake3 import blake3
@@ -44,10 +45,29 @@ class Duplex(Protocol):
         """All of ``data``, with the same errors."""
 
 
-def key_of(token: bytes | None) -> bytes:
+def key_of(token: bytes) -> bytes:
     """The 32-byte key that proofs are made with; the token cannot be found from it."""
-    key: bytes = blake3(token or b"", derive_key_context=_CONTEXT).digest()
+    key: bytes = blake3(token, derive_key_context=_CONTEXT).digest()
     return key
+
+
+class JobKeys:
+    """The keys that one fabric proves its jobs with; from any thread."""
+
+    def __init__(self, token: bytes | None) -> None:
+        """``token`` is of all jobs that :meth:`add` does not name."""
+        self._default = None if token is None else key_of(token)
+        self._own: dict[str, bytes] = {}
+        # A stranger cannot tell a job that is not known here from a wrong proof.
+        self._no_key = os.urandom(NONCE_BYTES)
+
+    def add(self, job: str, token: bytes) -> None:
+        """The token of one job, from the next connection on."""
+        self._own[job] = key_of(token)
+
+    def of(self, job: str) -> bytes:
+        """The key of ``job``; one that no other process has where there is no token for it."""
+        return self._own.get(job) or self._default or self._no_key
 
 
 def prove_client(duplex: Duplex, key: bytes, job: str) -> None:
@@ -63,8 +83,10 @@ def prove_client(duplex: Duplex, key: bytes, job: str) -> None:
         raise Refused("the peer refused the connection")
 
 
-def prove_server(duplex: Duplex, key: bytes) -> str:
+def prove_server(duplex: Duplex, key_for: Callable[[str], bytes]) -> str:
     """Admit a connection; the job that it is for. Refused for a wrong proof or another protocol.
+
+    ``key_for`` says the key of the job that the client names.
 
     A client that has seen that this side does not know its token just goes, without a proof: that
     is a ConnectionError. At most 41 + JOB_BYTES_MAX + 32 bytes are read before the peer is known.
@@ -73,15 +95,15 @@ def prove_server(duplex: Duplex, key: bytes) -> str:
     if magic != MAGIC or not 0 < length <= JOB_BYTES_MAX:
         raise Refused("the peer does not speak this protocol")
     name = duplex.receive(length)
-    nonce = os.urandom(NONCE_BYTES)
-    duplex.send(nonce + _proof(key, b"server", theirs, nonce, name))
-    proof = duplex.receive(PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(key, b"client", theirs, nonce, name)):
-        raise Refused("the peer does not know the job's token")
     try:
         job = name.decode()
     except UnicodeDecodeError as error:
         raise Refused("the peer does not speak this protocol") from error
+    key, nonce = key_for(job), os.urandom(NONCE_BYTES)
+    duplex.send(nonce + _proof(key, b"server", theirs, nonce, name))
+    proof = duplex.receive(PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(key, b"client", theirs, nonce, name)):
+        raise Refused("the peer does not know the job's token")
     duplex.send(WELCOME)
     return job
 

@@ -171,6 +171,13 @@ class Fabric(ABC):
     pace: Pacer
 
     @abstractmethod
+    def trust(self, job: str, token: bytes) -> None:
+        """Take connections of ``job`` from peers with this token only, and open them with it.
+
+        It replaces the fabric's own token for that job, from the next connection on. Any thread.
+        """
+
+    @abstractmethod
     def serve(self, provider: Provider) -> str:
         """Serve what ``provider`` holds, until ``close``; the address to announce to peers.
 

@@ -30,6 +30,9 @@ RANGE = 2
 WANTS_MAX = 512
 """Wants of one request."""
 
+TAGS = 1 << 32
+"""A tag is less than this."""
+
 WAIT_MS_MAX = 3_600_000
 """A server never waits longer than this for a chunk, milliseconds."""
 

@@ -36,6 +36,7 @@ from blake3 import blake3
 
 from groupio.errors import InvalidInput
 from groupio.fabric import frames
+from groupio.fabric.auth import JobKeys
 from groupio.fabric.base import (
     DIGEST,
     MISSING,
@@ -76,6 +77,12 @@ _CONTEXT = "groupio fabric over the mooncake engine, token of a job, version 1"
 log = logging.getLogger(__name__)
 
 
+def _token_here(token: bytes) -> bytes:
+    """The token of this fabric: a peer with another one is refused, not misunderstood."""
+    made: bytes = blake3(token, derive_key_context=_CONTEXT).digest()
+    return made
+
+
 class MooncakeFabric(TcpFabric):
     """Chunks by the Mooncake Transfer Engine; see the module.
 
@@ -97,12 +104,14 @@ class MooncakeFabric(TcpFabric):
     ) -> None:
         """``slots`` are those of an engine of its own. ModuleNotFoundError without the package,
         InvalidInput without its libraries."""
-        if token:
-            # So that a peer with another fabric is refused, not misunderstood.
-            token = blake3(token, derive_key_context=_CONTEXT).digest()
+        token = _token_here(token) if token else token
         super().__init__(host=host, announce=announce, token=token, pace=pace, streams=STREAMS)
         self._own_engine = engine is None
         self._engine = engine or Engine(announce or host, slots)
+
+    def trust(self, job: str, token: bytes) -> None:
+        """See ``Fabric``."""
+        super().trust(job, _token_here(token))
 
     def serve(self, provider: Provider) -> str:
         """See ``Fabric``."""
@@ -148,7 +157,7 @@ class MooncakeFabric(TcpFabric):
             self._engine.close()
 
     def _open_server(self, listener: socket.socket, provider: Provider) -> Server:
-        return _WindowServer(listener, self._key, provider, self.pace, self._engine)
+        return _WindowServer(listener, self._keys, provider, self.pace, self._engine)
 
     # -- one stream ----------------------------------------------------------------------------
 
@@ -266,13 +275,13 @@ class _WindowServer(Server):
     def __init__(
         self,
         listener: socket.socket,
-        key: bytes,
+        keys: JobKeys,
         provider: Provider,
         pace: Pacer,
         engine: Engine,
     ) -> None:
         self._engine = engine
-        super().__init__(listener, key, provider, pace)
+        super().__init__(listener, keys, provider, pace)
 
     def open_outbox(self, stream: Stream) -> Outbox:
         """See ``Server``."""

@@ -23,7 +23,8 @@ def open_fabric(
     """The fabric of agents by ``settings.fabric``, to be served at ``host``, announced as
     ``announce``.
 
-    ``token`` is the secret that peers share, None where only this machine may connect. ``budget``
+    ``token`` is the secret that peers share, None where only this machine may connect and each
+    job has its own (``Fabric.trust``). ``budget``
     is all memory of the agent, in bytes; see :func:`fabric_bytes`.
     InvalidInput when the package of a transfer engine is not there, or when an engine without a
     key would be reached from elsewhere and the settings do not say that this is meant.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 
-from groupio.fabric.auth import prove_client
+from groupio.fabric.auth import JobKeys, prove_client
 from groupio.fabric.base import Stop
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.stream import Stream, parse_address, tune
@@ -33,8 +33,8 @@ class FabricClosed(ConnectionError):
 class Peers:
     """Connections by peer: each is used by one pull at a time, and kept for the next."""
 
-    def __init__(self, key: bytes, pace: Pacer, streams: int) -> None:
-        self._key = key
+    def __init__(self, keys: JobKeys, pace: Pacer, streams: int) -> None:
+        self._keys = keys
         self._pace = pace
         self._streams = streams
         self._changed = threading.Condition()
@@ -148,7 +148,7 @@ class Peers:
                 sock.settimeout(max(deadline_here - time.monotonic(), 0.001))
                 sock.connect(target)
                 sock.settimeout(None)
-                prove_client(stream, self._key, job)
+                prove_client(stream, self._keys.of(job), job)
             stream.deadline = deadline
             done = True
             return stream

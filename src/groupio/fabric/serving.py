@@ -13,7 +13,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from groupio.fabric import frames
-from groupio.fabric.auth import Refused, prove_server
+from groupio.fabric.auth import JobKeys, Refused, prove_server
 from groupio.fabric.base import Provider, Served
 from groupio.fabric.pacing import Pacer
 from groupio.fabric.stream import BUFFER_BYTES, PIECE_BYTES, Stream, format_address, tune
@@ -67,10 +67,10 @@ class Server:
     """Serves ``provider`` on a listening socket, with a thread for each connection."""
 
     def __init__(
-        self, listener: socket.socket, key: bytes, provider: Provider, pace: Pacer
+        self, listener: socket.socket, keys: JobKeys, provider: Provider, pace: Pacer
     ) -> None:
         self._listener = listener
-        self._key = key
+        self._keys = keys
         self._provider = provider
         self._pace = pace
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Server:
 
     def _admit(self, stream: Stream, peer: str) -> str | None:
         try:
-            return prove_server(stream, self._key)
+            return prove_server(stream, self._keys.of)
         except (Refused, TimeoutError, ConnectionError):
             if not self._closed and self._refused.is_due(peer.rpartition(":")[0]):
                 log.warning("refused a data connection from %s", peer)
@@ -169,7 +169,7 @@ class Server:
         try:
             if kind == frames.PROBE and nbytes <= frames.PROBE_BYTES_MAX:
                 outbox.send_nothing(first, nbytes)
-            elif kind == frames.PULL and 0 < count <= frames.WANTS_MAX:
+            elif kind == frames.PULL and 0 < count <= min(frames.WANTS_MAX, frames.TAGS - first):
                 rows = frames.WANT.iter_unpack(stream.receive(count * frames.WANT.size))
                 wants = deque(
                     Row(tag, digest, offset, length, bool(whole))

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from groupio.errors import InvalidInput
 from groupio.fabric import frames
-from groupio.fabric.auth import PROOF_BYTES, Refused, key_of
+from groupio.fabric.auth import PROOF_BYTES, JobKeys, Refused
 from groupio.fabric.base import (
     CLOSED,
     DEADLINE,
@@ -64,9 +64,9 @@ class TcpFabric(Fabric):
     """TCP between agents; see the module.
 
     ``host`` and ``port`` (0: any) are listened on, ``announce`` is the host name or address that
-    peers are told (default: ``host``). ``token`` is the job's secret; all peers need the same.
-    Without one, only loopback addresses may be listened on. ``verify`` False leaves out the
-    digests, which only measurements may do.
+    peers are told (default: ``host``). ``token`` is the secret of all jobs; all peers need the
+    same. Without one, only loopback addresses may be listened on, and each job needs its own
+    (:meth:`trust`). ``verify`` False leaves out the digests, which only measurements may do.
     """
 
     name = "tcp"
@@ -89,11 +89,15 @@ class TcpFabric(Fabric):
         self.pace = pace or Pacer()
         self._host, self._port, self._announce = host, port, announce
         self._has_token = token is not None
-        self._key = key_of(token)
+        self._keys = JobKeys(token)
         self._streams = streams
         self._verify = verify
-        self._peers = Peers(self._key, self.pace, streams)
+        self._peers = Peers(self._keys, self.pace, streams)
         self._server: Server | None = None
+
+    def trust(self, job: str, token: bytes) -> None:
+        """See ``Fabric``."""
+        self._keys.add(job, token)
 
     def serve(self, provider: Provider) -> str:
         """See ``Fabric``. Also InvalidInput for a wildcard address without ``announce``."""
@@ -173,7 +177,7 @@ class TcpFabric(Fabric):
             self._server.close()
 
     def _open_server(self, listener: socket.socket, provider: Provider) -> Server:
-        return Server(listener, self._key, provider, self.pace)
+        return Server(listener, self._keys, provider, self.pace)
 
     # -- one stream ----------------------------------------------------------------------------
 

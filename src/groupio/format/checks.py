@@ -13,8 +13,15 @@ from groupio.model import DIGEST_BYTES, ChunkTable, Manifest, MemberTable
 from groupio.plan.layout import lay_out
 
 
-def check_manifest(manifest: Manifest, path: str) -> None:
-    """IntegrityError(path) when the parts of ``manifest`` contradict each other."""
+def check_manifest(
+    manifest: Manifest, path: str, chunk_lengths: dict[bytes, npt.NDArray[np.int64]] | None = None
+) -> None:
+    """IntegrityError(path) when the parts of ``manifest`` contradict each other.
+
+    ``chunk_lengths`` keeps, by the id of an item table, the lengths of the chunks that its items
+    are cut into, for further manifests.
+    """
+    lengths = {} if chunk_lengths is None else chunk_lengths
     for wrong in _contradictions(manifest):
         raise damaged(path, wrong)
     seen: set[tuple[bytes, int]] = set()
@@ -23,16 +30,23 @@ def check_manifest(manifest: Manifest, path: str) -> None:
         same = (member.items_id, id(member.refs))
         if same not in seen:
             seen.add(same)
-            check_member_chunks(member, manifest.chunks, path)
+            if member.items_id not in lengths:
+                lengths[member.items_id] = _chunk_lengths(member, path)
+            check_member_chunks(member, manifest.chunks, lengths[member.items_id], path)
 
 
-def check_member_chunks(member: MemberTable, chunks: ChunkTable, path: str) -> None:
-    """IntegrityError(path) unless the chunks of ``member`` have just the lengths that its items
-    are cut into. A reader calls it before it trusts ``refs`` to fill the items."""
+def _chunk_lengths(member: MemberTable, path: str) -> npt.NDArray[np.int64]:
     try:
-        expected = lay_out(member.items).chunk_length
+        return lay_out(member.items).chunk_length
     except InvalidInput as error:
         raise damaged(path, f"the items of rank {member.rank}: {error.message}") from None
+
+
+def check_member_chunks(
+    member: MemberTable, chunks: ChunkTable, expected: npt.NDArray[np.int64], path: str
+) -> None:
+    """IntegrityError(path) unless the chunks of ``member`` have just the lengths that its items
+    are cut into."""
     if not np.array_equal(expected, chunks.lengths[member.refs]):
         raise damaged(path, f"the chunks of rank {member.rank} do not fit the sizes of its items")
 

@@ -79,6 +79,15 @@ def pack_bytes(raw: bytes) -> tuple[Section, bytes]:
     return Section(len(raw), len(raw), RAW, blake3(raw).digest()), raw
 
 
+def check_stored(section: Section, bytes_max: int, path: str, what: str) -> None:
+    """IntegrityError, before they are read, when the stored bytes are more than ``what`` can have.
+
+    Nothing is stored in more bytes than it has when it is unpacked.
+    """
+    if section.stored > bytes_max:
+        raise damaged(path, f"{what} takes {section.stored} bytes, more than {bytes_max}")
+
+
 def unpack_bytes(section: Section, stored: bytes, raw_max: int, path: str, what: str) -> bytes:
     """What ``section`` holds, at most ``raw_max`` bytes; IntegrityError names ``what`` of
     ``path`` when the stored bytes are not those that were written."""

@@ -39,6 +39,7 @@ class RecordKind(IntEnum):
     INFLIGHT = 3
     LINEAGE = 4
     CONTROLLER = 5
+    CATALOGUE = 6
 
 
 _KINDS = frozenset(int(kind) for kind in RecordKind)

@@ -20,7 +20,10 @@ STORE_FORMAT = 1
 """The ``format`` number of a store's id record."""
 
 PLAIN_VERSION = 1
-"""First byte of an encoded plain value."""
+"""First byte of an encoded plain value that older releases read too."""
+
+PLAIN_VERSION_MAX = 2
+"""First byte of one with other containers than list, tuple and dict, or with columns."""
 
 ITEMS_VERSION = 1
 """Version of an encoded item table."""
@@ -94,6 +97,9 @@ FRAME_KINDS_BYTES_MAX = 1 << 26
 FRAMES_BYTES_MAX = 1 << 28
 """Largest frames region of one file, in bytes."""
 
+INDEX_BYTES_MAX = 48 * CHUNKS_MAX + 20 * FRAMES_MAX + FRAME_KINDS_BYTES_MAX + (1 << 16)
+"""Largest index of a segment, in bytes."""
+
 TABLE_BYTES_MAX = 1 << 28
 """Largest table of a manifest (segments, members, blocks) when unpacked, in bytes."""
 
@@ -102,6 +108,12 @@ ROOT_BYTES_MAX = 1 << 24
 
 METADATA_BYTES_MAX = 1 << 20
 """Largest encoded ``metadata`` of an epoch, in bytes."""
+
+CATALOGUE_BYTES_MAX = 1 << 26
+"""Largest catalogue of decisions, in bytes, packed and unpacked."""
+
+CATALOGUE_ENTRY_BYTES_MAX = 4096
+"""Largest entry of a catalogue, in bytes; an epoch with more metadata has none."""
 
 TEXT_MAX = 1 << 16
 """Longest free text in a record (a reason, a job name, a host), in characters."""

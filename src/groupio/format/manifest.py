@@ -17,6 +17,7 @@ Nothing in the file stands under no digest, and nothing else may stand in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from msgspec import Meta
 
 from groupio.errors import FormatError, IntegrityError, InvalidInput, NotFound
@@ -34,6 +36,7 @@ from groupio.format.columns import (
     RAW,
     Count,
     Section,
+    check_stored,
     damaged,
     pack_array,
     pack_bytes,
@@ -217,19 +220,39 @@ class _Members(NamedTuple):
     starts: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTables:
+    """What several readers of manifests share: a job's epochs have the same item tables.
+
+    ``tables`` are decoded item tables and their ids, ``chunk_lengths`` the lengths of the chunks
+    that the items of such a table are cut into, int64[n], by the id of the table.
+    """
+
+    tables: dict[Section, tuple[tuple[ItemSpec, ...], bytes]] = field(default_factory=dict)
+    chunk_lengths: dict[bytes, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+
 class ManifestReader:
     """Opens a manifest part by part, each verified when it is first used.
 
     ``read(offset, length)`` returns exactly that many bytes of the file of ``size`` bytes;
     ``path`` stands in errors, and when its last part is a key it must be the manifest's own.
     Every damage is IntegrityError(path). FormatError(path) is another version or kind of record,
-    and an item of a dtype that is not known here. What ``read`` raises passes through.
+    and an item of a dtype that is not known here. What ``read`` raises passes through. Readers with
+    one ``shared`` decode item tables that are equal once; the bytes of each are verified.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, path: str) -> None:
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        size: int,
+        path: str,
+        shared: SharedTables | None = None,
+    ) -> None:
         self._read_bytes = read
         self._size = size
         self.path = path
+        self._shared = SharedTables() if shared is None else shared
         self._tables: dict[int, tuple[tuple[ItemSpec, ...], bytes]] = {}
         self._columns: dict[int, ItemColumns] = {}
         self._names: dict[tuple[bytes, bytes], tuple[str, ...]] = {}
@@ -344,7 +367,7 @@ class ManifestReader:
         # Imported here: only this check needs the planner.
         from groupio.format.checks import check_manifest
 
-        check_manifest(self.manifest(), self.path)
+        check_manifest(self.manifest(), self.path, self._shared.chunk_lengths)
 
     @cached_property
     def _opened(self) -> tuple[Envelope, bytes]:
@@ -374,9 +397,10 @@ class ManifestReader:
         except (msgspec.DecodeError, RecursionError) as error:
             raise damaged(self.path, f"its {what} cannot be read ({error})") from None
 
-    def _section(self, name: str) -> tuple[Section, bytes]:
+    def _section(self, name: str, bytes_max: int) -> tuple[Section, bytes]:
         index = _SECTIONS.index(name)
         section = self._root.sections[index]
+        check_stored(section, bytes_max, self.path, f"section {name}")
         return section, self._read(self._starts[index], section.stored)
 
     @cached_property
@@ -385,10 +409,12 @@ class ManifestReader:
         return _starts_of(HEADER_BYTES + self._opened[0].root_length, self._root.sections)
 
     def _array(self, name: str, form: str, count: int) -> npt.NDArray[Any]:
-        return unpack_array(*self._section(name), form, count, self.path, f"section {name}")
+        stored = self._section(name, count * np.dtype(form).itemsize)
+        return unpack_array(*stored, form, count, self.path, f"section {name}")
 
     def _table(self, name: str, form: Any) -> Any:
-        raw = unpack_bytes(*self._section(name), TABLE_BYTES_MAX, self.path, f"section {name}")
+        stored = self._section(name, TABLE_BYTES_MAX)
+        raw = unpack_bytes(*stored, TABLE_BYTES_MAX, self.path, f"section {name}")
         return self._parsed(raw, form, f"section {name}")
 
     @cached_property
@@ -409,26 +435,35 @@ class ManifestReader:
             raise damaged(self.path, "a member is out of range")
         return _Members(ranks, items, refs, sizes, blocks, starts)
 
-    def _block(self, index: int) -> tuple[Section, bytes]:
+    def _block(self, index: int, bytes_max: int) -> tuple[Section, bytes]:
         members = self._members
         section = members.blocks[index]
+        check_stored(section, bytes_max, self.path, f"block {index}")
         return section, self._read(members.starts[index], section.stored)
 
     def _items_block(self, index: int) -> tuple[tuple[ItemSpec, ...], bytes]:
         if index not in self._tables:
-            table = self._item_table(index)
-            self._tables[index] = decode_stored_items(table, self.path), items_id(table)
+            section, stored = self._block(index, ITEM_TABLE_BYTES_MAX)
+            known = self._shared.tables.get(section)
+            # A section says all of how its bytes are read, so equal ones hold equal tables.
+            if known is None or blake3(stored).digest() != section.digest:
+                table = self._unpacked_table(index, section, stored)
+                known = decode_stored_items(table, self.path), items_id(table)
+                self._shared.tables[section] = known
+            self._tables[index] = known
         return self._tables[index]
 
     def _item_table(self, index: int) -> bytes:
-        section, stored = self._block(index)
+        return self._unpacked_table(index, *self._block(index, ITEM_TABLE_BYTES_MAX))
+
+    def _unpacked_table(self, index: int, section: Section, stored: bytes) -> bytes:
         what = f"item table {index}"
         return unpack_bytes(section, stored, ITEM_TABLE_BYTES_MAX, self.path, what)
 
     def _refs_block(self, index: int) -> npt.NDArray[np.int64]:
         if index not in self._refs:
             what = f"refs {index}"
-            section, stored = self._block(index)
+            section, stored = self._block(index, 4 * CHUNKS_MAX)
             count = section.raw // 4
             if count > CHUNKS_MAX or section.encoding not in (RAW, DELTA):
                 raise damaged(self.path, f"{what} cannot be an array")

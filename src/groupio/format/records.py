@@ -131,7 +131,7 @@ class ControllerRecord(msgspec.Struct, frozen=True):
 
     ``address`` is where agents reach the controller, "" when nobody rules in this term (the
     earlier ruler resigned). (node, life) is the agent process that wrote it; ``at`` is its
-    clock, for people.
+    clock, for people. ``by_token``: agents show it the job's token, else the key in the store.
     """
 
     term: Annotated[int, Meta(ge=1, le=TERM_MAX)]
@@ -139,6 +139,7 @@ class ControllerRecord(msgspec.Struct, frozen=True):
     node: Annotated[str, Meta(pattern=rf"^{_NODE.pattern}\Z")]
     life: Annotated[str, Meta(pattern=_HEX)]
     at: Seconds
+    by_token: bool = True
 
 
 class _StoreWire(StoreRecord, frozen=True):

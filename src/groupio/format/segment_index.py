@@ -33,6 +33,7 @@ from groupio.format.limits import (
     FRAME_KINDS_BYTES_MAX,
     FRAME_KINDS_MAX,
     FRAMES_MAX,
+    INDEX_BYTES_MAX,
     SEGMENT_BYTES_MAX,
 )
 from groupio.model import CHUNK_BYTES, DIGEST_BYTES, PAGE_BYTES
@@ -140,7 +141,7 @@ def decode_trailer(trailer: bytes, size: int, path: str) -> tuple[int, bytes]:
     magic, length, stated, digest = _TRAILER.unpack(fixed)
     if magic != _TRAILER_MAGIC or stated != size:
         raise damaged(path, f"it has {size} bytes and not {stated}")
-    if length > size - TRAILER_BYTES - SEGMENT_HEADER_BYTES:
+    if length > min(size - TRAILER_BYTES - SEGMENT_HEADER_BYTES, INDEX_BYTES_MAX):
         raise damaged(path, f"its index of {length} bytes does not fit into it")
     return length, digest
 

@@ -9,11 +9,12 @@ path instead; the structure record keeps the paths apart and the types of the ke
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from groupio.errors import FormatError, InvalidInput
+from groupio.format.containers import make_container
 
 RESERVED = "groupio:"
 """Prefix of the item names that the adapter makes; a user's name of this form is escaped."""
@@ -24,6 +25,10 @@ STRUCTURE = RESERVED + "structure"
 PATHS = RESERVED + "paths"
 """The item with which the DCP classes keep the paths of the names: a dict of name -> list of the
 keys (str) and indexes (int) that lead to it. They save no structure record."""
+
+KEYS = RESERVED + "keys"
+"""The item with which the DCP classes keep the types of keys and containers, where the planner
+knows them: a structure record of the state dict as DCP takes it apart."""
 
 PART = RESERVED + "part:"
 """Prefix of the items with the further boxes of a tensor of which a rank holds several."""
@@ -38,10 +43,19 @@ _ESCAPED = RESERVED + "path:"
 NAME_BYTES_MAX = 4096
 DEPTH_MAX = 100
 STRUCTURE_VERSION = 1
+STRUCTURE_VERSION_MAX = 2
+"""Version of a record with containers that the first version does not have, or a detail of one."""
 
 _OPEN = {"dict": "{", "odict": "{o", "list": "[", "tuple": "("}
-_KINDS = {token: kind for kind, token in _OPEN.items()}
+_OPEN_NEWER = {
+    **{kind: "{" + kind for kind in ("defaultdict", "Counter", "UserDict")},
+    **{kind: "[" + kind for kind in ("UserList", "deque")},
+    "namedtuple": "(namedtuple",
+}
+_KINDS = {token: kind for kind, token in (_OPEN | _OPEN_NEWER).items()}
+_KEYED = frozenset(kind for token, kind in _KINDS.items() if token.startswith("{"))
 _LEAF = "="
+_DETAIL = "+"
 
 
 class Step(NamedTuple):
@@ -66,12 +80,31 @@ class Leaf:
 
 @dataclass(slots=True)
 class Branch:
-    """A mapping, list or tuple of the state dict; ``children`` by key or index, in order."""
+    """A mapping, list or tuple of the state dict; ``children`` by key or index, in order.
+
+    ``detail`` is what its kind needs besides them: the name of a defaultdict's factory, a deque's
+    ``maxlen``, (name, fields) of a named tuple, ``_metadata`` of an OrderedDict, else None. ``was``
+    is the name of its class where that is an unknown one, of which it comes back as ``kind``.
+    """
 
     path: Path
     kind: str
     children: dict[Any, Branch | Leaf] = field(default_factory=dict)
     value: Any = None
+    detail: Any = None
+    was: str = ""
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the children are those of a mapping."""
+        return self.kind in _KEYED
+
+    def branches(self) -> Iterator[Branch]:
+        """This one, and all below."""
+        yield self
+        for child in self.children.values():
+            if isinstance(child, Branch):
+                yield from child.branches()
 
     def leaves(self) -> Iterator[Leaf]:
         """All leaves below, in the order of the state dict."""
@@ -130,7 +163,8 @@ def name_leaves(leaves: Sequence[Leaf]) -> None:
 def encode_structure(root: Branch) -> list[Any]:
     """The structure record of a tree: a flat list of plain values, in pre-order."""
     tokens: list[Any] = [STRUCTURE_VERSION]
-    _write(root, tokens)
+    if _write(root, tokens):
+        tokens[0] = STRUCTURE_VERSION_MAX
     return tokens
 
 
@@ -139,11 +173,12 @@ def decode_structure(tokens: Any) -> Branch:
 
     Raises FormatError when the record is not one of this version.
     """
-    if not isinstance(tokens, list) or not tokens or tokens[0] != STRUCTURE_VERSION:
+    known = range(STRUCTURE_VERSION, STRUCTURE_VERSION_MAX + 1)
+    if not isinstance(tokens, list) or not tokens or tokens[0] not in known:
         version = tokens[0] if isinstance(tokens, list) and tokens else type(tokens).__name__
         raise FormatError(
             f"structure record of version {version!r} cannot be read by this release; "
-            f"it reads version {STRUCTURE_VERSION}"
+            f"it reads versions {STRUCTURE_VERSION} to {STRUCTURE_VERSION_MAX}"
         )
     reader = iter(tokens)
     next(reader)
@@ -161,17 +196,39 @@ def rebuild(node: Branch | Leaf, value_of: Callable[[Leaf], Any]) -> Any:
     """The nested value of ``node``, with the leaves that ``value_of`` gives."""
     if isinstance(node, Leaf):
         return value_of(node)
-    built = {key: rebuild(child, value_of) for key, child in node.children.items()}
-    return make_container(node.kind, built)
+    return make_branch(
+        node, {key: rebuild(child, value_of) for key, child in node.children.items()}
+    )
 
 
-def make_container(kind: str, built: dict[Any, Any]) -> Any:
-    """A dict, OrderedDict, list or tuple of the values of ``built``."""
-    if kind == "list":
-        return list(built.values())
-    if kind == "tuple":
-        return tuple(built.values())
-    return OrderedDict(built) if kind == "odict" else built
+def make_branch(branch: Branch, built: dict[Any, Any]) -> Any:
+    """A container like ``branch`` of the values of ``built``.
+
+    InvalidInput when its detail is none of its kind.
+    """
+    kind, detail = branch.kind, branch.detail
+    match kind:
+        case "list":
+            return list(built.values())
+        case "tuple":
+            return tuple(built.values())
+        case "dict":
+            return built
+        case "odict":
+            made = OrderedDict(built)
+            if detail is not None:
+                made._metadata = detail  # type: ignore[attr-defined]
+            return made
+        case "defaultdict":
+            return make_container(kind, (detail, built))
+        case "deque":
+            return make_container(kind, (detail, list(built.values())))
+        case "namedtuple":
+            if type(detail) is not tuple or len(detail) != 2:
+                raise InvalidInput("a named tuple without a name and fields")
+            return make_container(kind, (*detail, tuple(built.values())))
+        case _:
+            return make_container(kind, built if branch.keyed else list(built.values()))
 
 
 def _is_item_name(name: str) -> bool:
@@ -185,16 +242,21 @@ def _is_item_name(name: str) -> bool:
         return False
 
 
-def _write(node: Branch | Leaf, tokens: list[Any]) -> None:
+def _write(node: Branch | Leaf, tokens: list[Any]) -> bool:
+    """Whether the record is one of the newer version."""
     if isinstance(node, Leaf):
         tokens.append(_LEAF + node.note)
-        return
-    tokens += (_OPEN[node.kind], len(node.children))
-    keyed = node.kind in ("dict", "odict")
+        return False
+    newer = node.detail is not None or node.was != "" or node.kind in _OPEN_NEWER
+    if node.detail is not None or node.was:
+        tokens += (_DETAIL, (node.detail, node.was))
+    tokens += (_OPEN.get(node.kind) or _OPEN_NEWER[node.kind], len(node.children))
+    keyed = node.keyed
     for key, child in node.children.items():
         if keyed:
             tokens.append(key)
-        _write(child, tokens)
+        newer |= _write(child, tokens)
+    return newer
 
 
 def _read(tokens: Iterator[Any], path: Path, depth: int) -> Branch | Leaf:
@@ -203,16 +265,36 @@ def _read(tokens: Iterator[Any], path: Path, depth: int) -> Branch | Leaf:
         raise ValueError("not a node")
     if token.startswith(_LEAF):
         return Leaf(path, note=token[len(_LEAF) :])
-    if token not in _KINDS:
+    detail: Any = None
+    was = ""
+    if token == _DETAIL:
+        detail, was = next(tokens)
+        token = next(tokens)
+    if type(was) is not str or token not in _KINDS:
         raise ValueError("not a node")
-    branch = Branch(path, _KINDS[token])
+    branch = Branch(path, _KINDS[token], detail=detail, was=was)
     count = next(tokens)
     if type(count) is not int:
         raise ValueError("not a count")
-    index = branch.kind in ("list", "tuple")
+    index = not branch.keyed
     for number in range(count):
         key = number if index else next(tokens)
         branch.children[key] = _read(tokens, (*path, Step(key, index)), depth + 1)
     if len(branch.children) != count:
         raise ValueError("a key stands twice")
+    if branch.kind in _OPEN_NEWER or detail is not None:
+        _check_detail(branch)
     return branch
+
+
+def _check_detail(branch: Branch) -> None:
+    if branch.kind == "odict":
+        fits = isinstance(branch.detail, Mapping)
+    else:
+        fits = branch.kind in _OPEN_NEWER
+    if not fits:
+        raise ValueError("a detail of another kind")
+    try:
+        make_branch(branch, dict.fromkeys(branch.children))
+    except InvalidInput as error:
+        raise ValueError("a detail that does not fit") from error

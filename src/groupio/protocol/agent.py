@@ -110,6 +110,14 @@ class AgentMachine(HeldGroups):
             for lease in group.leases.values()
         )
 
+    def has_save(self, client: str) -> bool:
+        """A group that the node holds memory for has a save of the client."""
+        return any(
+            lease.seat.client == client
+            for group in self.groups.values()
+            for lease in group.leases.values()
+        )
+
     def forget(self, client: str, save_id: int) -> None:
         """The save was refused before it had a group."""
         self._asked.pop((client, save_id), None)

@@ -18,7 +18,6 @@ from groupio.protocol import reasons
 from groupio.protocol.group import BEFORE_STAGED, Group, Phase
 from groupio.protocol.jobstate import EPOCHS_IN_FLIGHT
 from groupio.protocol.joining import AgentsOfJob
-from groupio.protocol.members import Client
 from groupio.protocol.presence import Watch
 from groupio.protocol.resume import RESUME_TIMER
 from groupio.protocol.waiting import refuse
@@ -53,7 +52,7 @@ class Controller(AgentsOfJob):
                 self.nodes.measure(link)
                 return []
             case ev.ClientArrived():
-                return self._watch(event.rank) if self.presence.arrive(event) else []
+                return self._on_arrived(event)
             case ev.MemberOpened():
                 return self._on_opened(event)
             case ev.MemberFailed(client=client, save_id=save_id, error=error):
@@ -66,11 +65,19 @@ class Controller(AgentsOfJob):
                 return self._on_unavailable(error)
             case ev.LineageCreated():
                 return self._on_lineage(event)
+            case ev.MarkLeft() | ev.StoreShown() | ev.MarkFound():
+                return self._on_proof(event)
+            case ev.NodeReopened(node=node):
+                return self._unprove(node)
+            case ev.StoreRenewed():
+                return [e for node in self.nodes.alive for e in self._unprove(node)]
             case ev.Drain():
                 return self._on_drain(event)
             case ev.TimerFired(name=name):
                 if (refused := self.waiting.expire(name)) is not None:
                     return refused
+                if (again := self.proofs.on_timer(name)) is not None:
+                    return again
                 if (over := self.presence.expire(name)) is not None:
                     return self._on_absent(over)
                 if name == RESUME_TIMER:
@@ -172,7 +179,8 @@ class Controller(AgentsOfJob):
     def _on_opened(self, event: ev.MemberOpened) -> list[fx.Effect]:
         if self.nodes.gone(event.node):
             return []  # it was on its way when its node was lost
-        known = self._clients.setdefault(event.client, Client(event.process, node=event.node))
+        known = self._client(event)
+        known.node = event.node
         if event.save_id in known.opened:
             return []
         known.opened.append(event.save_id)
@@ -185,13 +193,21 @@ class Controller(AgentsOfJob):
             return self.waiting.enter(event, timer) + self.open_store(create=True)
         if self._line_pending():
             return self.waiting.enter(event, timer)
+        if event.node in self.nodes.unproved:
+            return self.waiting.enter(event, timer) + self._prove(event.node)
         if event.job is not None and event.job != self.job:
             return refuse(event, timer, reasons.other_job(event, self.job))
         effects, error = self._settle_incarnation(event, self._clients[event.client])
         if self._line_pending():
             return effects + self.waiting.enter(event, timer)
         group = self._gathering(event)
-        stale = self._stale(event.epoch) if error is None else None
+        differs = self._other_origin(event, group) if error is None else None
+        if differs is not None and group is not None:
+            effects += self._give_up([group], lambda _: differs)
+        error = error or differs
+        stale = self._stale(event) if error is None else None
+        if stale is not None and group is None:
+            self._refused_stale(event)
         if stale is not None and group is not None:
             # Newer epochs went past it: all who are still to come are refused like this one.
             effects += self._give_up([group], lambda _: stale)
@@ -248,18 +264,16 @@ class Controller(AgentsOfJob):
             world_size=event.world_size,
             node_local=self.node_local,
             table=self.nodes,
-            stands=event.epoch in self._visible(),
+            stands=event.epoch in self._visible() and self._goes_back(event) is None,
         )
         self.groups[group.number] = group
         return group
 
-    def _stale(self, epoch: int) -> GroupIOError | None:
-        shown = self._visible()
-        going = [g for g in self.in_flight() if g.lineage == self.lineage and not g.doomed]
-        newest = max([*shown, *(g.epoch for g in going)], default=-1)
-        if epoch >= newest or epoch in shown:
+    def _stale(self, event: ev.MemberOpened) -> GroupIOError | None:
+        newest = self._newest_going()
+        if event.epoch >= newest or event.epoch in self._visible():
             return None
-        return reasons.stale(epoch, newest)
+        return reasons.stale(event, newest) if self._goes_back(event) is None else None
 
     def _lost_peer(self, event: ev.MemberOpened) -> GroupIOError | None:
         """A member of this incarnation whose process is gone will never come."""
@@ -272,6 +286,7 @@ class Controller(AgentsOfJob):
 
     def _on_gone(self, event: ev.MemberGone) -> list[fx.Effect]:
         away = self.presence.lose(event.client, process_gone=event.process_gone)
+        self.missed.lose(event.client)
         known = self._clients.get(event.client)
         if known is None:
             return [] if away is None else self._watch(away)
@@ -279,8 +294,9 @@ class Controller(AgentsOfJob):
         if event.process_gone:
             known.process_gone = True
             known.gone_at = known.gone_at or self.presence.moment
+        known.closed = known.closed or event.closed
+        self._note_ended(event.client)
         how = "ended" if event.process_gone else "closed its connection"
-        self.missed.lose(event.client)
         effects = self.waiting.lose(event.client)
         touched = []
         for group in self.groups.values():
@@ -339,6 +355,8 @@ class Controller(AgentsOfJob):
             return
         if group.outcome is Outcome.COMMITTED:
             self.committed[group.key] = group.content_id
+            if self.incarnation is not None and group.incarnation == self.incarnation.number:
+                self.incarnation.newest = max(self.incarnation.newest, group.epoch)
             for other in self.groups.values():
                 other.stands |= (other.lineage, other.epoch) == (group.lineage, group.epoch)
         self._note_attempt(group.key)
@@ -346,6 +364,8 @@ class Controller(AgentsOfJob):
     def _admit_next(self) -> list[fx.Effect]:
         """Admit what has gathered, in the order of epochs."""
         queued = [g for g in self.groups.values() if g.phase is Phase.QUEUED]
+        if self._new_lineage:
+            return []
         if queued and not self.store_open:
             return self.open_store(create=True)
         effects: list[fx.Effect] = []
@@ -353,9 +373,14 @@ class Controller(AgentsOfJob):
             held = self.in_flight()
             if len(held) >= self.epochs_in_flight:
                 break
+            if (after := self._goes_back(group.first)) is not None:
+                effects += self._begin_line(group, after)
+                if self._begins:
+                    break
+                continue
             if any(g.epoch == group.epoch and g.lineage == group.lineage for g in held):
                 break
-            stale = self._stale(group.epoch)
+            stale = self._stale(group.first)
             if stale is None:
                 effects += self._admit(group)
             else:
@@ -381,7 +406,7 @@ class Controller(AgentsOfJob):
             if group.ready and not group.store:
                 effects += group.prepare()
         oldest = next((g for g in held if g.store), None)
-        if oldest is not None and oldest.ready:
+        if oldest is not None and oldest.ready and not oldest.unproved:
             if not self.store_open:
                 return effects + self.open_store(create=True)
             effects += oldest.prepare()

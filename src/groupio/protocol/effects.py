@@ -120,6 +120,31 @@ class Decide(_Effect, frozen=True):
     segments' bytes may be given back before the abort record is written."""
 
 
+class LeaveMark(_Effect, frozen=True):
+    """Leave a mark in the folder of decisions, for the agent of ``node``; answer MarkLeft.
+
+    A mark is a small file with random content, under a name that was never used.
+    """
+
+    node: str
+    proof: int
+
+
+class FindMark(_Effect, frozen=True):
+    """Read the mark that the agent of ``node`` left in the folder of segments; answer MarkFound."""
+
+    node: str
+    proof: int
+    name: str
+
+
+class RemoveMarks(_Effect, frozen=True):
+    """Remove marks, if they are there: those of this controller, and those of agents."""
+
+    own: tuple[str, ...]
+    shown: tuple[str, ...]
+
+
 class ForgetInflight(_Effect, frozen=True):
     """Remove the in-flight record of an attempt that is decided or never began."""
 
@@ -238,6 +263,13 @@ class DropHeld(_Effect, frozen=True):
     keep_segments: bool
     group: int = 0
     """The number under which the node holds it, if there are several of the key."""
+
+
+class ShowStore(_Effect, frozen=True):
+    """Read the controller's mark of this name, and leave one of the node's; answer StoreShown."""
+
+    node: str
+    name: str
 
 
 class RefuseNode(_Effect, frozen=True):

@@ -39,6 +39,8 @@ class ClientArrived(_Event, frozen=True):
     gave_up: tuple[int, ...] = ()
     node: str = ""
     """The node of its agent; "" where the job has one agent only."""
+    has_saved: bool = False
+    """It saved before, under another agent or another controller."""
 
 
 class MemberOpened(_Event, frozen=True):
@@ -71,6 +73,12 @@ class MemberOpened(_Event, frozen=True):
     """The view that is to be made of the epoch: "dcp", or none."""
     replicas: int = 1
     """Nodes in different failure domains that are to hold the bytes at level REPLICATED."""
+    resumed_from: DecisionKey | None = None
+    """The older epoch that the member loaded by its number and has not saved after."""
+    begin_after: int | None = None
+    """The epoch after which the caller of this save asks for a new lineage."""
+    side: str = "core"
+    """The API that was called, for the words of an error: "core", "torch" or "dcp"."""
 
     @property
     def remaining_s(self) -> float:
@@ -99,6 +107,8 @@ class MemberGone(_Event, frozen=True):
 
     client: str
     process_gone: bool
+    closed: bool = False
+    """The client said goodbye: it takes part in nothing any more."""
 
 
 class NodeAdmitted(_Event, frozen=True):
@@ -262,6 +272,29 @@ class NodeJoined(_Event, frozen=True):
     clients: tuple[ClientArrived, ...] = ()
     opens: tuple[MemberOpened, ...] = ()
     """Saves of its clients that have no group yet, or whose group is not in ``held``."""
+    path: str = ""
+    """Its path of the store, for messages."""
+
+
+class NodeReopened(_Event, frozen=True):
+    """The agent opened its store anew by its path: which one that is has to be proved again."""
+
+    node: str
+
+
+class StoreShown(_Event, frozen=True):
+    """Answer to ShowStore: ``content`` is that of the controller's mark, b"" when it is not there.
+
+    Then, and after an error, the node left no mark of its own; else it is ``mark`` with
+    ``mark_content``, in the folder of segments.
+    """
+
+    node: str
+    name: str
+    content: bytes = b""
+    mark: str = ""
+    mark_content: bytes = b""
+    error: GroupIOError | None = None
 
 
 class NodeLost(_Event, frozen=True):
@@ -321,6 +354,28 @@ class StoreUnavailable(_Event, frozen=True):
     """The store cannot be opened for writing."""
 
     error: GroupIOError
+
+
+class StoreRenewed(_Event, frozen=True):
+    """The controller's store was opened anew by its path: agents have to prove theirs again."""
+
+
+class MarkLeft(_Event, frozen=True):
+    """Answer to LeaveMark: the mark's name and content, and the controller's path of the store."""
+
+    proof: int
+    name: str = ""
+    content: bytes = b""
+    path: str = ""
+    error: GroupIOError | None = None
+
+
+class MarkFound(_Event, frozen=True):
+    """Answer to FindMark: what the controller reads, b"" when there is no such mark."""
+
+    proof: int
+    content: bytes = b""
+    error: GroupIOError | None = None
 
 
 class LineageCreated(_Event, frozen=True):
@@ -494,7 +549,10 @@ class MemoryReserved(_Event, frozen=True):
 _OfNode = NodeJoined | NodeLost | LinkMeasured | NodeAdmitted | NodeBusy | NodeRefused | NodeFailed
 _OfStoring = NodeRoom | NodeHashed | Planned | NodeReplicated | NodeShort | NodeStored | NodeIdle
 _OfMember = ClientArrived | MemberOpened | MemberCopied | MemberFailed | MemberGone
-_OfStore = StoreOpened | StoreUnavailable | LineageCreated | InflightPublished
+_OfStore = StoreOpened | StoreUnavailable | StoreRenewed | LineageCreated | InflightPublished
+_OfProof = MarkLeft | StoreShown | MarkFound | NodeReopened
 _OfAttempt = Prepared | Compared | Decided
 
-ControllerEvent = _OfNode | _OfStoring | _OfMember | _OfStore | _OfAttempt | TimerFired | Drain
+ControllerEvent = (
+    _OfNode | _OfStoring | _OfMember | _OfStore | _OfProof | _OfAttempt | TimerFired | Drain
+)

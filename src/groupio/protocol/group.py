@@ -237,7 +237,7 @@ class Group(PlannedGroup):
             self._maybe_prepared &= not isinstance(event.error, StorageFull)
             return self.fail(event.error)
         if isinstance(event, ev.Compared):
-            return self._committed() if event.equal else self.fail(reasons.conflict(self.epoch))
+            return self._committed() if event.equal else self.fail(reasons.conflict(self.first))
         self.content_id = event.content_id
         self.phase, self.away, self._waits = Phase.DECIDING, None, 0
         effects = [] if self.node_local else self._tell(Level.REMOTE)
@@ -347,6 +347,16 @@ class Group(PlannedGroup):
         if self.store:
             effects.append(fx.ForgetInflight(self.number, self.key))
         return effects
+
+    def doubt(self, error: GroupIOError) -> list[fx.Effect]:
+        """A node of the group sees another store than the controller.
+
+        A decision that is tried again, as the store was opened anew, may stand in either of them.
+        """
+        if self.phase is not Phase.DECIDING or not self._retrying:
+            return []
+        self._retrying = False
+        return [fx.StopTimer(self.timer), *self._unknown(error)]
 
     def _failed(self, *, delete: bool) -> list[fx.Effect]:
         assert self.error is not None

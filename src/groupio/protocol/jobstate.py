@@ -17,6 +17,7 @@ from groupio.protocol.members import Client, Incarnation
 from groupio.protocol.missed import Missed
 from groupio.protocol.nodes import Nodes
 from groupio.protocol.presence import Life, Presence
+from groupio.protocol.proving import Proofs
 from groupio.protocol.resume import Refusals, Resume
 from groupio.protocol.waiting import WaitingRoom
 
@@ -42,7 +43,10 @@ class JobState(ABC):
     """The node of the agent that hosts this controller, if one does."""
     resumes: bool = False
     """Other agents may hold what an earlier controller of the job left undecided."""
+    proves: bool = False
+    """Agents have to prove that they see this controller's store."""
     nodes: Nodes = field(default_factory=Nodes)
+    proofs: Proofs = field(default_factory=Proofs)
     resume: Resume = field(default_factory=Resume)
     refusals: Refusals = field(default_factory=Refusals)
     _opening: bool = False
@@ -50,6 +54,10 @@ class JobState(ABC):
     """The store could not be reached; a timer runs until it is tried again."""
     _creating: bool = False
     _new_lineage: bool = False
+    _begins: int = 0
+    """The group for whose epoch the new lineage is made; 0: it is made for an incarnation."""
+    _stale_opens: dict[int, dict[int, ev.MemberOpened]] = field(default_factory=dict)
+    """By epoch and rank, members of this incarnation that were refused as stale, until all are."""
     _attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     _incarnation_max: int = 0
     _replaced: dict[str, None] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class AgentsOfJob(Lives):
         if error is not None:
             return [fx.RefuseNode(event.node, event.life, error)]
         self.nodes.join(event)
-        effects = self._compare(event)
+        effects = self._unprove(event.node) + self._compare(event)
         effects += self._greet(event)
         for opened in event.opens:
             effects += self._reopen(opened)
@@ -73,9 +73,7 @@ class AgentsOfJob(Lives):
             if known is not None and known.node_lost:
                 known.alive, known.node_lost = True, False
                 known.gone_at = 0
-            arrived = msgspec.structs.replace(arrived, node=event.node)
-            if self.presence.arrive(arrived):
-                effects += self._watch(arrived.rank)
+            effects += self._on_arrived(msgspec.structs.replace(arrived, node=event.node))
         return effects
 
     def _reopen(self, opened: ev.MemberOpened) -> list[fx.Effect]:
@@ -88,6 +86,66 @@ class AgentsOfJob(Lives):
         error = self.refusals.of(opened.client, opened.save_id) or reasons.unheard(opened.epoch)
         return [fx.TellFailed(fx.MemberSeat(opened.rank, opened.client, opened.save_id), error)]
 
+    # -- proving ---------------------------------------------------------
+
+    def _unprove(self, node: str) -> list[fx.Effect]:
+        """Which store the node sees has to be proved, also if it was before."""
+        if not self.proves or node not in self.nodes:
+            return []
+        self.nodes.unproved.add(node)
+        return self.proofs.end(node) + self._prove(node)
+
+    def _prove(self, node: str) -> list[fx.Effect]:
+        """Begin the node's proof if the store is open, and it is not under way."""
+        if not self.store_open or self.proofs.under_way(node):
+            return []
+        return self.proofs.begin(node)
+
+    def _on_proof(self, event: ev.MarkLeft | ev.StoreShown | ev.MarkFound) -> list[fx.Effect]:
+        match event:
+            case ev.MarkLeft():
+                effects, verdict = self.proofs.on_left(event)
+            case ev.StoreShown(node=node):
+                effects, verdict = self.proofs.on_shown(event, self.nodes.paths.get(node, ""))
+            case _:
+                effects, verdict = self.proofs.on_found(event, self.nodes.paths)
+        if verdict is None:
+            return effects
+        if verdict.error is not None:
+            return effects + self._disprove(verdict.node, verdict.error, verdict.other_store)
+        self.nodes.unproved.discard(verdict.node)
+        effects += self._judge()
+        return effects + self._retry_waiting() + self._advance()
+
+    def _disprove(self, node: str, error: GroupIOError, other_store: bool) -> list[fx.Effect]:
+        """The node does not see this store, or cannot say: its members cannot save now.
+
+        One with another store is not kept. The agent with the controller is: it would not hear.
+        """
+        opens = [opened for opened in self.waiting.opens if opened.node == node]
+        epochs = {opened.epoch for opened in opens}
+        gathering = [
+            g for g in self.groups.values() if g.phase is Phase.GATHERING and g.epoch in epochs
+        ]
+        seated = {g.epoch: set(g.seats) for g in gathering}
+        effects = self.waiting.refuse(lambda _: error, node)
+        effects += self._give_up(gathering, lambda _: error)
+        going = [g for g in self.groups.values() if node in g.admission.orders]
+        if other_store and node != self.node:
+            life = self.nodes.life(node)
+            for group in going:
+                effects += group.doubt(error)
+            effects += self._advance(*going)
+            # Members that it holds of groups that are over would never hear it otherwise.
+            for key, held in sorted(self.resume.held.get(node, {}).items()):
+                effects += [] if key in self.resume.attempts else self._drop(node, held)
+            effects.append(fx.RefuseNode(node, life, error))
+            effects += self._on_node_lost(ev.NodeLost(node, life, error.message))
+        else:
+            effects += self._give_up(going, lambda _: error) + self._judge()
+        self.missed.refused(opens, error, seated)
+        return effects
+
     # -- losing ---------------------------------------------------------
 
     def _on_node_lost(self, event: ev.NodeLost) -> list[fx.Effect]:
@@ -98,7 +156,7 @@ class AgentsOfJob(Lives):
         if not self.nodes.lose(event.node, event.life):
             self.resume.gone.add(event.node)
             return self._judge()
-        effects: list[fx.Effect] = []
+        effects: list[fx.Effect] = self.proofs.end(event.node)
         touched = []
         self.resume.held.pop(event.node, None)
         ranks = {arrived.rank for arrived in self._members_on(event.node)}
@@ -131,8 +189,6 @@ class AgentsOfJob(Lives):
         if known is not None:
             known.alive, known.node_lost = False, True
             known.gone_at = known.gone_at or self.presence.moment
-            if self._current(client) is None:
-                del self._clients[client]
         return self.waiting.lose(client)
 
     # -- resuming ---------------------------------------------------------
@@ -143,6 +199,8 @@ class AgentsOfJob(Lives):
         for node, life, error in self.nodes.strangers(state.store_id):
             effects.append(fx.RefuseNode(node, life, error))
             effects += self._on_node_lost(ev.NodeLost(node, life, error.message))
+        for node in sorted(self.nodes.unproved):
+            effects += self._prove(node)
         going = {group.key for group in self.groups.values()}
         self.resume.attempts = {a.key: a for a in state.undecided if a.key not in going}
         if self.resume.attempts:
@@ -151,7 +209,7 @@ class AgentsOfJob(Lives):
 
     def _judge(self, *, over: bool = False) -> list[fx.Effect]:
         """Take over or abort the attempts of which enough is known; ``over``: all of them."""
-        if not self.store_open:
+        if not self.store_open or (self.proofs.busy and not over):
             return []
         effects: list[fx.Effect] = []
         judged = []

@@ -1,4 +1,4 @@
-"""Which life of a job its members belong to: incarnations, and the lines they follow."""
+"""The incarnations of a job, and the lineages that they follow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,35 @@ from groupio.model import Lineage
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import reasons
-from groupio.protocol.group import BEFORE_STAGED, Phase
+from groupio.protocol.group import BEFORE_STAGED, Group, Phase
 from groupio.protocol.jobstate import JobState
 from groupio.protocol.members import Client, FormedLaunch, Incarnation
 
 LAUNCHES_REMEMBERED = 256
 """So many launches that were replaced are remembered."""
 
+LOST_REMEMBERED = 4096
+"""How many clients of lost nodes are remembered, the newest ones: no more is known of their end."""
+
+STALE_REMEMBERED = 16
+"""For how many epochs the first member that was refused as stale is remembered."""
+
 
 @dataclass(slots=True)
 class Lives(JobState):
     """The lives of a job: a restart of its processes begins a new one."""
+
+    # -- clients ---------------------------------------------------------
+
+    def _on_arrived(self, event: ev.ClientArrived) -> list[fx.Effect]:
+        if event.has_saved:
+            # It is a member of some incarnation, whether or not this controller saw it save.
+            self._client(event).has_saved = True
+        return self._watch(event.rank) if self.presence.arrive(event) else []
+
+    def _client(self, event: ev.ClientArrived | ev.MemberOpened) -> Client:
+        new = Client(event.process, rank=event.rank, node=event.node)
+        return self._clients.setdefault(event.client, new)
 
     # -- incarnations ---------------------------------------------------------
 
@@ -105,8 +123,7 @@ class Lives(JobState):
             seats[rank].incarnation = 0
         for peer in self.presence.until(last, self._life()):
             if peer.rank not in old.clients and peer.process != by.process:
-                known = self._clients.setdefault(peer.client, Client(peer.process, node=peer.node))
-                known.incarnation = old.number
+                self._client(peer).incarnation = old.number
 
     def _other_world(
         self, event: ev.MemberOpened, known: Client
@@ -123,25 +140,28 @@ class Lives(JobState):
         """Begin a new incarnation: unstaged groups of the old one end, staged ones go on."""
         rewind, line = event.rewind_to, None
         if rewind is not None and rewind != self._newest_staged():
-            if rewind not in self._visible():
-                return [], reasons.unknown_epoch(rewind)
-            line = Lineage(max(self.lineages) + 1, self.lineage, rewind)
+            if (error := self._not_visible(event, rewind)) is not None:
+                return [], error
+            line = self._next_lineage(rewind)
         if self.incarnation is not None:
             self._note_replaced(self.incarnation.launch_id, event.launch_id)
         self._incarnation_max += 1
         self.incarnation = Incarnation(
             self._incarnation_max, event.world_size, rewind, event.launch_id
         )
-        # Of the old life nobody is asked for any more.
+        # Clients whose end is proven are forgotten; those of lost nodes may still run.
+        lost = [name for name, client in self._clients.items() if client.node_lost]
+        forgotten = set(lost[:-LOST_REMEMBERED])
         self._clients = {
-            n: c for n, c in self._clients.items() if not (c.process_gone or c.node_lost)
+            n: c for n, c in self._clients.items() if not c.process_gone and n not in forgotten
         }
+        self._stale_opens.clear()
         self._seat(event, known)
         unstaged = [g for g in self.groups.values() if g.phase in BEFORE_STAGED]
         effects = self._give_up(
             unstaged, lambda g: reasons.new_incarnation(g.epoch, event.rank, why)
         )
-        self.missed.forget()
+        self.missed.forget(event.launch_id)
         if line is not None:
             self._new_lineage = True
             effects.append(fx.CreateLineage(line))
@@ -159,11 +179,147 @@ class Lives(JobState):
         staged = [g.epoch for g in self.in_flight() if g.lineage == self.lineage]
         return max([self.latest, *staged])
 
+    # -- going on after an older epoch -----------------------------------------
+
+    def _goes_back(self, event: ev.MemberOpened) -> int | None:
+        """The epoch after which the save needs a new line; None: it goes on in the present one.
+
+        A member that loaded an older epoch and saves next an epoch that the line has passed goes
+        back. What this incarnation has saved itself is rewound only when a caller asks for it.
+        """
+        newest, asked, origin = self._newest_going(), event.begin_after, event.resumed_from
+        if asked is not None:
+            loaded = origin is not None and origin.epoch == asked
+            begun = self.lineages[self.lineage].after_epoch == asked and event.epoch >= newest
+            return None if asked == newest or (begun and not loaded) else asked
+        if origin is None or not origin.epoch < event.epoch <= newest:
+            return None
+        assert self.incarnation is not None
+        number = self.incarnation.number
+        own = [g.epoch for g in self.in_flight() if g.incarnation == number and not g.doomed]
+        return origin.epoch if max([self.incarnation.newest, *own]) <= origin.epoch else None
+
+    def _newest_going(self) -> int:
+        """The newest epoch of the line that is committed, or in flight and not given up."""
+        going = [g.epoch for g in self.in_flight() if g.lineage == self.lineage and not g.doomed]
+        return max([self.latest, *going])
+
+    def _other_origin(self, event: ev.MemberOpened, group: Group | None) -> GroupIOError | None:
+        """The member and one before it do not go on after the same epoch, where that matters."""
+        first = self._first_stale(event) if group is None else group.first
+        if first is None:
+            return None
+        alike = (first.begin_after, first.resumed_from) == (event.begin_after, event.resumed_from)
+        if alike or (self._goes_back(event) is None and self._goes_back(first) is None):
+            return None
+        error = reasons.other_origin(first, event)
+        if group is None:
+            del self._stale_opens[event.epoch]
+            self.missed.disagreed(event, first, error)
+        return error
+
+    def _first_stale(self, event: ev.MemberOpened) -> ev.MemberOpened | None:
+        """The member that was refused as stale and that this one belongs to, if there is one."""
+        opens = self._stale_opens.get(event.epoch, {})
+        if event.rank in opens:
+            del self._stale_opens[event.epoch]  # that was an earlier call of all ranks
+            return None
+        return next(iter(opens.values()), None)
+
+    def _refused_stale(self, event: ev.MemberOpened) -> None:
+        """A later member of the same epoch may say that it goes on after an older one."""
+        opens = self._stale_opens.setdefault(event.epoch, {})
+        opens[event.rank] = event
+        if len(opens) == event.world_size:
+            del self._stale_opens[event.epoch]
+        elif len(self._stale_opens) > STALE_REMEMBERED:
+            del self._stale_opens[min(self._stale_opens)]
+
+    def _not_visible(self, event: ev.MemberOpened, after: int) -> GroupIOError | None:
+        """Why no line can begin after this epoch, or None."""
+        key = self._visible().get(after)
+        if key is None:
+            return reasons.unknown_epoch(event, after)
+        return None if self.committed[key] else reasons.damaged_epoch(event, key)
+
+    def _begin_line(self, group: Group, after: int) -> list[fx.Effect]:
+        """All members have come, and go on after an older epoch: their epoch begins a new line."""
+        event = group.first
+        error = self._not_visible(event, after)
+        if event.begin_after is None:
+            if self._visible().get(after) != event.resumed_from:
+                error = reasons.not_in_line(event)
+            error = error or self._not_ended(event)
+        if error is not None:
+            del self.groups[group.number]
+            return group.fail(error)
+        self._new_lineage, self._begins = True, group.number
+        group.notes = (reasons.new_line(event, self._next_lineage(after), self._newest_going()),)
+        return [fx.CreateLineage(self._next_lineage(after))]
+
+    def _next_lineage(self, after: int) -> Lineage:
+        return Lineage(max(self.lineages) + 1, self.lineage, after)
+
+    def _not_ended(self, event: ev.MemberOpened) -> GroupIOError | None:
+        """A client of another incarnation whose end is not proven.
+
+        Its process ended, as its agent saw, or it said goodbye. That its node is lost, or its
+        connection, proves nothing.
+        """
+        now = self.incarnation
+        assert now is not None
+        own = {self._place(name) for name in now.clients.values()}
+        for name, other in self._clients.items():
+            is_member = other.has_saved or other.incarnation not in (0, now.number)
+            if not is_member or other.process_gone or other.closed or self._place(name) in own:
+                continue
+            how = "is still connected"
+            if not other.alive:
+                lost = f"node {other.node} was" if other.node_lost else "its connection was"
+                how = f"may still run: {lost} lost"
+            newest = self._newest_going()
+            return reasons.not_ended(event, newest, other.rank, other.process, how)
+        return None
+
+    def _place(self, name: str) -> tuple[str, object]:
+        """What the clients of one process have in common; a hidden process has only one."""
+        client = self._clients[name]
+        node = client.node if self.nodes.known else ""  # one agent's clients do not name it
+        return node, client.process if client.process.pid > 0 else name
+
+    def _note_ended(self, name: str) -> None:
+        """The end of a client is that of its process's earlier clients, too."""
+        ended = self._clients[name]
+        if ended.process_gone or ended.closed:
+            for other, client in self._clients.items():
+                if not client.alive and self._place(other) == self._place(name):
+                    client.process_gone |= ended.process_gone
+                    client.closed |= ended.closed
+
+    def _on_line_begun(self, event: ev.LineageCreated) -> list[fx.Effect]:
+        """The answer for the line of a save: with it, its members and others may go on."""
+        begins, self._begins = self.groups.get(self._begins), 0
+        if event.lineage is None:
+            assert event.error is not None
+            error = event.error
+            # The next try begins with a look at the store, where the number may be taken.
+            self.store_open = False
+            failed = [begins] if begins is not None else []
+            return self._give_up(failed, lambda _: error) + self._retry_waiting()
+        self.lineages[event.lineage.number] = event.lineage
+        for group in self.groups.values():
+            if group.key is None:
+                group.lineage = self.lineage
+                group.stands = group.epoch in self._visible()
+        return self._advance() + self._retry_waiting()
+
     def _on_lineage(self, event: ev.LineageCreated) -> list[fx.Effect]:
         if not self._new_lineage:
             return []
         assert self.incarnation is not None
         self._new_lineage = False
+        if self._begins:
+            return self._on_line_begun(event)
         if event.lineage is not None:
             self.lineages[event.lineage.number] = event.lineage
             return self._retry_waiting()

@@ -45,6 +45,8 @@ class Incarnation:
     world_size: int
     rewind_to: int | None
     launch_id: str | None
+    newest: int = -1
+    """The newest epoch that this life of the job has committed."""
     clients: dict[int, str] = field(default_factory=dict)
     is_complete: bool = False
     """All of its members came to one of its groups."""
@@ -62,6 +64,11 @@ class Client:
     incarnation: int = 0
     alive: bool = True
     process_gone: bool = False
+    closed: bool = False
+    """It said goodbye."""
+    has_saved: bool = False
+    """It saved before this controller heard of it."""
+    rank: int = 0
     node: str = ""
     node_lost: bool = False
     """It was connected to an agent that is lost; whether its process ended is not known."""

@@ -11,7 +11,7 @@ import msgspec
 
 from groupio.model import DecisionKey
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; an agent serves only its own version."""
 
 
@@ -35,6 +35,8 @@ class Hello(_Message, frozen=True):
     rewind_to: int | None = None
     launch_id: str | None = None
     file_mode: int | None = None
+    umask: int | None = None
+    """Of the rank's process: what is written to the store for its job follows it."""
     replicas: int = 1
     controller: str = "local"
     """Where the job's controller is, as :attr:`groupio.Settings.controller` says it."""
@@ -44,6 +46,10 @@ class Hello(_Message, frozen=True):
     """Whether the launcher named this node to have the controller; None: it named none."""
     gave_up: tuple[int, ...] = ()
     """Epochs whose save this rank began with an agent that is lost, before it was released."""
+    has_saved: bool = False
+    """This client saved before, with an agent that is lost."""
+    store_id: str = ""
+    """The store (hex) that this client has used so far: no other one may be at the path now."""
 
 
 class OpenSave(_Message, frozen=True):
@@ -52,7 +58,9 @@ class OpenSave(_Message, frozen=True):
     ``items`` is the encoded item table (:func:`groupio.format.items.encode_items`),
     ``items_id`` its digest, ``total_bytes`` the size of its layout, ``bytes_logical`` the sum of
     the items' sizes. ``deadline_s`` counts from ``called_at``. ``door`` names the view that shall
-    be made of the epoch, "dcp" or none.
+    be made of the epoch, "dcp" or none. ``resumed_from`` is the older epoch that this client loaded
+    by its number and has not saved after, ``begin_after`` the one after which the caller asks for
+    a new lineage. ``side`` is the API that was called: "core", "torch" or "dcp".
     """
 
     save_id: int
@@ -67,6 +75,9 @@ class OpenSave(_Message, frozen=True):
     when_full: str = "wait"
     metadata: dict[str, Any] = {}
     door: str = ""
+    resumed_from: DecisionKey | None = None
+    begin_after: int | None = None
+    side: str = "core"
 
 
 class Copied(_Message, frozen=True):
@@ -223,6 +234,8 @@ class Reached(_Message, frozen=True):
     first_arrival: float | None = None
     last_arrival: float | None = None
     notes: tuple[str, ...] = ()
+    store_id: str = ""
+    """The store (hex) that has, or will have, the epoch."""
 
 
 class Unreachable(_Message, frozen=True):

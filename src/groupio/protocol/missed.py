@@ -6,7 +6,7 @@ with their next epoch: all would miss each other from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from groupio.errors import GroupIOError
@@ -27,6 +27,8 @@ class _Try:
     clients: set[str]
     """Members that the store refused, maybe before there was an incarnation: it is over when one
     of them is gone."""
+    launch_id: str | None = None
+    """Their launch of the job."""
 
 
 @dataclass(slots=True)
@@ -41,16 +43,30 @@ class Missed:
             assert group.error is not None
             self._remember(group.epoch, _Try(group.error, set(group.seats), set()))
 
-    def refused(self, opens: Iterable[ev.MemberOpened], error: GroupIOError) -> None:
-        """The store refused all that waited for it: remember it for the rest of their groups."""
+    def refused(
+        self,
+        opens: Iterable[ev.MemberOpened],
+        error: GroupIOError,
+        seated: Mapping[int, set[int]] | None = None,
+    ) -> None:
+        """The store refused these that waited for it: remember it for the rest of their groups.
+
+        ``seated`` are ranks that know it too, by epoch: their groups were given up with it.
+        """
         waited: dict[int, list[ev.MemberOpened]] = {}
         for opened in opens:
             waited.setdefault(opened.epoch, []).append(opened)
         for epoch, of_epoch in waited.items():
-            ranks = {opened.rank for opened in of_epoch}
+            ranks = {opened.rank for opened in of_epoch} | (seated or {}).get(epoch, set())
             if len(ranks) < of_epoch[0].world_size:
                 clients = {opened.client for opened in of_epoch}
-                self._remember(epoch, _Try(error, ranks, clients))
+                self._remember(epoch, _Try(error, ranks, clients, of_epoch[0].launch_id))
+
+    def disagreed(
+        self, event: ev.MemberOpened, first: ev.MemberOpened, error: GroupIOError
+    ) -> None:
+        """Two members of a group that never was contradict each other."""
+        self._remember(event.epoch, _Try(error, {event.rank, first.rank}, set()))
 
     def _remember(self, epoch: int, over: _Try) -> None:
         self._tries[epoch] = over
@@ -69,6 +85,10 @@ class Missed:
         """A client is gone: whoever comes now may belong to the next life of the job."""
         self._tries = {e: over for e, over in self._tries.items() if client not in over.clients}
 
-    def forget(self) -> None:
-        """A new incarnation begins: it missed no group."""
-        self._tries = {e: over for e, over in self._tries.items() if over.clients}
+    def forget(self, launch_id: str | None) -> None:
+        """A new incarnation of this launch begins: it missed no group of another one."""
+        self._tries = {
+            e: over
+            for e, over in self._tries.items()
+            if over.clients and over.launch_id == launch_id
+        }

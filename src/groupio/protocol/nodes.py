@@ -19,6 +19,8 @@ class Agent:
     life: str
     address: str
     store_id: str
+    path: str
+    """Of its store, for messages."""
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class Nodes:
     """Some agent joined: from then on, only nodes in this table are alive."""
     liars: set[str] = field(default_factory=set)
     """Nodes that sent wrong bytes; nobody is told to fetch from them."""
+    unproved: set[str] = field(default_factory=set)
+    """Living nodes that have not proved yet that they see the controller's store."""
     _agents: dict[str, Agent] = field(default_factory=dict)
     _links: dict[str, NodeLink] = field(default_factory=dict)
 
@@ -44,6 +48,11 @@ class Nodes:
         """The life of a living node's agent, "" for another node."""
         agent = self._agents.get(node)
         return "" if agent is None else agent.life
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The paths of the store on all living nodes."""
+        return {node: agent.path for node, agent in self._agents.items()}
 
     def gone(self, node: str) -> bool:
         """The node's agent is lost, or never joined a job that agents join."""
@@ -73,7 +82,7 @@ class Nodes:
         """Take an agent in; False when this life of it was there already."""
         new = event.node not in self._agents
         self.known = True
-        self._agents[event.node] = Agent(event.life, event.address, event.store_id)
+        self._agents[event.node] = Agent(event.life, event.address, event.store_id, event.path)
         self._links[event.node] = event.link
         if new:
             self.liars.discard(event.node)
@@ -84,6 +93,7 @@ class Nodes:
         if self.life(node) != life or node not in self._agents:
             return False
         del self._agents[node], self._links[node]
+        self.unproved.discard(node)
         return True
 
     def measure(self, link: NodeLink) -> None:

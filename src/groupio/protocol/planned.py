@@ -36,7 +36,7 @@ class PlannedGroup(GroupState):
 
     def _wanted(self) -> tuple[str, ...]:
         """The nodes to admit the group on: those of members, then helpers."""
-        helpers = self.table.alive if self.store else ()
+        helpers = [n for n in self.table.alive if n not in self.table.unproved and self.store]
         return tuple(dict.fromkeys((*self.nodes, *helpers)))
 
     def _new_storing(self) -> Storing:
@@ -223,6 +223,12 @@ class PlannedGroup(GroupState):
         self._retrying = False
         if self.phase is Phase.ABORT_DECIDING:
             return self._decide_abort()
+        if (
+            self.away is not None
+            and self.unproved
+            and self.phase in (Phase.PREPARING, Phase.DECIDING)
+        ):
+            return self._wait_for_store(self.away)
         if self.phase is Phase.PREPARING:
             return self._prepare()
         if self.phase is Phase.DECIDING:

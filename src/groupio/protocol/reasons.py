@@ -14,6 +14,7 @@ from groupio.errors import (
     GroupAborted,
     GroupIOError,
     GroupTimeout,
+    IntegrityError,
     InvalidInput,
     LateMember,
     LevelUnreachable,
@@ -23,7 +24,7 @@ from groupio.errors import (
     StaleEpoch,
     StorageError,
 )
-from groupio.model import EPOCH_MAX, REPLICAS_MAX, WORLD_SIZE_MAX, DecisionKey, Level
+from groupio.model import EPOCH_MAX, REPLICAS_MAX, WORLD_SIZE_MAX, DecisionKey, Level, Lineage
 from groupio.plan.grouped import Missing
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -123,13 +124,69 @@ def unanswered(event: ev.MemberOpened) -> GroupTimeout:
     )
 
 
-def stale(epoch: int, newest: int) -> StaleEpoch:
+def rewinding(event: ev.MemberOpened, epoch: object = "E") -> str:
+    """The call that begins a new line after ``epoch``, on the side from which the member saved."""
+    call = {"torch": "groupio.torch.save", "dcp": "GroupStorageWriter"}.get(event.side, "connect")
+    return f"{call}(rewind_to={epoch})"
+
+
+def stale(event: ev.MemberOpened, newest: int) -> StaleEpoch:
     """Epochs only grow within a lineage."""
     return StaleEpoch(
-        f"Epoch {epoch} is older than epoch {newest} of this lineage; save a newer epoch, or "
-        "connect(rewind_to=E) to start a new line after an older epoch E.",
-        epoch=epoch,
+        f"Epoch {event.epoch} is older than epoch {newest} of this lineage; save a newer epoch, or "
+        f"{rewinding(event)} to start a new line after an older epoch E.",
+        epoch=event.epoch,
         latest=newest,
+    )
+
+
+def other_view(node: str, its: str, ours: str) -> StorageError:
+    """The node does not see what the controller writes, or the other way round."""
+    return StorageError(
+        f"The store {its} of node {node} is not the store {ours} of the job's controller, although "
+        "both have the same id: a file that one of them made is not there, or differs, for the "
+        "other. One store is a copy, or another file system is mounted there; let all nodes use "
+        "the same file system, then save again.",
+        path=its,
+    )
+
+
+def _origin(event: ev.MemberOpened) -> str:
+    if event.begin_after is not None:
+        return f"goes on after epoch {event.begin_after} (rewind_to)"
+    if event.resumed_from is None:
+        return "goes on after no older epoch"
+    return f"goes on after epoch {event.resumed_from.epoch}, which it loaded"
+
+
+def other_origin(a: ev.MemberOpened, b: ev.MemberOpened) -> InvalidInput:
+    """Members would follow different lines."""
+    return InvalidInput(
+        f"With epoch {a.epoch} rank {a.rank} {_origin(a)}, and rank {b.rank} {_origin(b)}; load "
+        f"the same epoch on all ranks, or give all {rewinding(b)}."
+    )
+
+
+def not_ended(
+    event: ev.MemberOpened, newest: int, rank: int, process: ev.Process, how: str
+) -> StaleEpoch:
+    """Another incarnation may still write to the line that the save would abandon."""
+    assert event.resumed_from is not None
+    after = event.resumed_from.epoch
+    return StaleEpoch(
+        f"Epoch {event.epoch} would go on after epoch {after}, which was loaded, and abandon the "
+        f"epochs up to {newest}, but rank {rank} (pid {process.pid}) of another incarnation {how}. "
+        f"End it and save again, or use {rewinding(event, after)} if it has ended.",
+        epoch=event.epoch,
+        latest=newest,
+    )
+
+
+def new_line(event: ev.MemberOpened, line: Lineage, newest: int) -> str:
+    """A note: the save began a new lineage."""
+    return (
+        f"lineage: epoch {event.epoch} goes on after epoch {line.after_epoch} and begins lineage "
+        f"{line.number}; the epochs after {line.after_epoch} up to {newest} are abandoned"
     )
 
 
@@ -179,12 +236,32 @@ def other_rewind(event: ev.MemberOpened, others: int | None) -> InvalidInput:
     )
 
 
-def unknown_epoch(epoch: int) -> NotFound:
+def unknown_epoch(event: ev.MemberOpened, epoch: int) -> NotFound:
     """There is nothing to rewind to."""
     return NotFound(
-        f"connect(rewind_to={epoch}): this lineage has no committed epoch {epoch}; see "
+        f"{rewinding(event, epoch)}: this lineage has no committed epoch {epoch}; see "
         "`groupio ls`.",
         epoch=epoch,
+    )
+
+
+def not_in_line(event: ev.MemberOpened) -> NotFound:
+    """The epoch that was loaded is not one of the present line."""
+    key = event.resumed_from
+    assert key is not None
+    return NotFound(
+        f"Epoch {event.epoch} cannot go on after epoch {key.epoch}, which was loaded: {key} is not "
+        "in the present lineage. Load an epoch that is (see `groupio ls`), or save a newer epoch.",
+        epoch=key.epoch,
+    )
+
+
+def damaged_epoch(event: ev.MemberOpened, key: DecisionKey) -> IntegrityError:
+    """No line begins after an epoch whose record cannot be read."""
+    return IntegrityError(
+        f"Epoch {event.epoch} cannot go on after epoch {key.epoch}: its record epochs/{key} is "
+        "damaged. Go on after another epoch; see `groupio verify`.",
+        path=f"epochs/{key}",
     )
 
 
@@ -374,11 +451,12 @@ def no_room(order: fx.AdmitGroup, need: int, budget: int, free: int, *, ever: bo
     )
 
 
-def conflict(epoch: int) -> EpochConflict:
+def conflict(event: ev.MemberOpened) -> EpochConflict:
     """The epoch stands already, with other bytes."""
+    epoch = event.epoch
     return EpochConflict(
         f"Epoch {epoch} is committed already, with other content; it stays as it is. Save under a "
-        f"newer epoch, or connect(rewind_to=...) below {epoch}.",
+        f"newer epoch, or {rewinding(event, '...')} below {epoch}.",
         epoch=epoch,
         outcome=Outcome.COMMITTED,
     )
@@ -396,6 +474,27 @@ def overruled(key: DecisionKey, *, committed: bool) -> EpochConflict | GroupAbor
     return GroupAborted(
         f"Another controller aborted epoch {key.epoch} ({key}); save it again.",
         epoch=key.epoch,
+    )
+
+
+def store_gone(path: str) -> StorageError:
+    """A path at which a store was used leads to none now."""
+    return StorageError(
+        f"the store that was at {path} is not there any more; restore it, or close the client and "
+        "connect again to begin another one",
+        path=path,
+        errno=errno.ENOENT,
+    )
+
+
+def other_store(path: str, now: str, before: str) -> StorageError:
+    """A path leads to another store (ids in hex) than the client has used so far."""
+    return StorageError(
+        f"{path} leads to another store now (its id begins with {now[:8]}, that of the one in use "
+        f"with {before[:8]}); restore it, or close the client and connect again to use what is "
+        "there",
+        path=path,
+        errno=errno.EREMCHG,
     )
 
 

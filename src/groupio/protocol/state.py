@@ -83,6 +83,8 @@ class GroupState(ABC):
     """An earlier controller of the job began the attempt, and may even have decided it."""
     away: GroupIOError | None = None
     """The store cannot be reached now; it is tried again."""
+    notes: tuple[str, ...] = ()
+    """What all members are told with STAGED."""
     unpublished: bool = False
     """The store was away when the attempt was to be made visible; it will be when it is back."""
     _publishing: bool = False
@@ -149,6 +151,11 @@ class GroupState(ABC):
         return self.phase is Phase.QUEUED or self.ready or self.unpublished
 
     @property
+    def unproved(self) -> bool:
+        """Some living node of the group has still to prove that it sees the controller's store."""
+        return not self.table.unproved.isdisjoint(self.admission.orders)
+
+    @property
     def doomed(self) -> bool:
         """The group was given up; its attempt will be decided abort."""
         return self.phase in (Phase.ABORTING, Phase.ABORT_DECIDING)
@@ -166,7 +173,7 @@ class GroupState(ABC):
         """Tell all members that the group is sealed, and what level it cannot reach."""
         arrivals = [seat.opened.at - seat.opened.elapsed_s for seat in self.seats.values()]
         told = [
-            fx.TellReached(s.seat, Level.STAGED, min(arrivals), max(arrivals))
+            fx.TellReached(s.seat, Level.STAGED, min(arrivals), max(arrivals), self.notes)
             for s in self.seats.values()
         ]
         self._levels += told

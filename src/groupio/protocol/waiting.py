@@ -59,11 +59,15 @@ class WaitingRoom:
         waiters, self.waiters = self.waiters, {}
         return waiters
 
-    def refuse(self, reason: Callable[[ev.MemberOpened], GroupIOError]) -> list[fx.Effect]:
-        """Send everybody away."""
+    def refuse(
+        self, reason: Callable[[ev.MemberOpened], GroupIOError], node: str = ""
+    ) -> list[fx.Effect]:
+        """Send everybody away, or everybody of one ``node``."""
         effects: list[fx.Effect] = []
-        for timer, waiter in self.leave().items():
-            effects += refuse(waiter.event, timer, reason(waiter.event))
+        for timer, waiter in list(self.waiters.items()):
+            if node in ("", waiter.event.node):
+                del self.waiters[timer]
+                effects += refuse(waiter.event, timer, reason(waiter.event))
         return effects
 
     def expire(self, timer: str) -> list[fx.Effect] | None:

@@ -191,6 +191,8 @@ def _typed(kind: Any, value: Any) -> Any:
 
 
 def _error(value: Any) -> GroupIOError:
+    if not isinstance(value, dict):  # an array has an index of its own
+        raise ValueError(f"a {type(value).__name__} is no error")
     try:
         if value["kind"] not in ERRORS or type(value["message"]) is not str:
             raise ValueError("an error is of no known kind")

@@ -197,6 +197,21 @@ class BackendSuite(abc.ABC):
         assert store.read(INFLIGHT, "x") == b"first"
         assert store.list(INFLIGHT) == ["x"]
 
+    def test_identities_are_those_of_the_names(self, store: Backend) -> None:
+        """One listing tells a file from another that had its name before."""
+        for name in ("b", "a"):
+            store.put(EPOCHS, name, b"x", durable=False)
+        found = store.identities(EPOCHS)
+        assert list(found) == store.list(EPOCHS) == ["a", "b"]
+        assert found == store.identities(EPOCHS)
+        assert store.identities(SEGMENTS) == {}
+
+    def test_a_derived_file_is_replaced(self, store: Backend) -> None:
+        """The newest counts, whole."""
+        for data in (b"old and longer", b"new"):
+            store.replace(ROOT, "derived", data)
+            assert store.read(ROOT, "derived") == data
+
     def test_delete_is_idempotent(self, store: Backend) -> None:
         store.put(INFLIGHT, "x", b"data", durable=False)
         store.delete(INFLIGHT, "x")

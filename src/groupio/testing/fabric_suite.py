@@ -445,6 +445,38 @@ class FabricSuite(StopTests, SlowTests, abc.ABC):
         with pytest.raises(InvalidInput):
             fabric.serve(holdings)
 
+    def test_jobs_with_tokens_of_their_own(self, opened: Callable[..., Fabric]) -> None:
+        """Who knows the token of one job gets the chunks of that job only."""
+        holdings, chunk = Holdings(), os.urandom(1000)
+        wants = [want(holdings.put(chunk), 1000)]
+        serving, fabric, stranger = (opened(token=None) for _ in range(3))
+        address = serving.serve(holdings)
+
+        def error(one: Fabric, job: str = JOB) -> str:
+            return one.pull(address, job, wants, deadline=soon())[0].error
+
+        assert error(stranger) == error(fabric) == REFUSED, "no token is no key that all have"
+        serving.trust(JOB, TOKEN)
+        serving.trust("theirs", b"their token")
+        stranger.trust(JOB, b"their token")
+        stranger.trust("theirs", b"their token")
+        fabric.trust(JOB, TOKEN)
+        assert error(stranger) == error(stranger, "unknown") == REFUSED
+        assert error(fabric, "theirs") == REFUSED
+        assert error(fabric) == ""
+        assert bytes(wants[0].into) == chunk
+        assert error(stranger, "theirs") != REFUSED
+
+    def test_changed_token_of_a_job(self, opened: Callable[..., Fabric]) -> None:
+        holdings = Holdings()
+        wants = [want(holdings.put(b"x"), 1)]
+        serving, old, new = opened(), opened(), opened(token=None)
+        address = serving.serve(holdings)
+        serving.trust(JOB, b"changed")
+        new.trust(JOB, b"changed")
+        assert old.pull(address, JOB, wants, deadline=soon())[0].error == REFUSED
+        assert new.pull(address, JOB, wants, deadline=soon())[0].ok
+
     def test_serves_once(self, opened: Callable[..., Fabric]) -> None:
         fabric = opened()
         fabric.serve(Holdings())

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ from groupio.errors import (
     IntegrityError,
     StorageError,
 )
+from groupio.exhaustion import ThreadPool
 from groupio.model import ChunkTable, SegmentRef
 from groupio.plan.exchange import plan_rounds
 from groupio.plan.sharing import Share, Sharing, share_reading
@@ -222,8 +223,8 @@ class _Round:
         self._again: list[int] = []
         uses = source.table.segments[self._mine.rows].tolist()
         self._open = OpenSegments(source.backend, source.segments, uses)
-        self._reading = ThreadPoolExecutor(max(threads, 1), "groupio-read")
-        self._placing = ThreadPoolExecutor(1, "groupio-place")
+        self._reading = ThreadPool(max(threads, 1), "groupio-read")
+        self._placing = ThreadPool(1, "groupio-place")
         self._batches: dict[int, Future[Bytes]] = {}
         self._placed: Future[None] | None = None
         self._next = 0

@@ -38,7 +38,7 @@ class Mover:
     def gather(self, mine: Bytes) -> list[Bytes]:
         """Everybody's bytes, by rank; all give equally many."""
         tensor = self._to_device(mine)
-        gathered = [torch.empty_like(tensor) for _ in self._peers]
+        gathered = [torch.empty_like(tensor, device=self._device) for _ in self._peers]
         try:
             dist.all_gather(gathered, tensor, group=self._group)
             return [_to_host(one) for one in gathered]

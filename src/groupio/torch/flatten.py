@@ -6,19 +6,20 @@ Lists are traversed when they hold mappings or tensors, so ``param_groups.0.lr``
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import OrderedDict, UserList, deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from groupio.errors import InvalidInput
+from groupio.format.codec import encode_plain
+from groupio.format.containers import kind_of as container_kind
+from groupio.format.containers import known_base
 from groupio.format.structure import DEPTH_MAX, Branch, Leaf, Path, Step, name_leaves, path_text
 
 KEY_TYPES = (str, int, bool, float, bytes, type(None))
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, list, tuple)
-
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
@@ -43,36 +44,131 @@ def type_text(value: Any) -> str:
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def kind_of(value: Any) -> str:
-    """The kind of branch that a mapping, list or tuple is; "" for anything else."""
-    if isinstance(value, Mapping):
-        return "odict" if isinstance(value, OrderedDict) else "dict"
-    if type(value) is list:
-        return "list"
-    return "tuple" if isinstance(value, list | tuple) else ""
+class Form(NamedTuple):
+    """What a container is, its content left out; see :class:`Branch`."""
+
+    kind: str
+    detail: Any = None
+    was: str = ""
 
 
-def _branch(path: Path, value: Any) -> Branch:
+_FORMS: dict[type, Form] = {dict: Form("dict"), list: Form("list"), tuple: Form("tuple")}
+_BASES = {dict: "dict", list: "list", tuple: "tuple", OrderedDict: "odict"}
+_BRANCHES = ("defaultdict", "Counter", "UserDict", "UserList", "deque", "namedtuple")
+
+
+def form_of(value: Any) -> Form | None:
+    """The form of a container whose elements can be leaves; None for any other value."""
+    cls = type(value)
+    plain: Form | None = _FORMS.get(cls)
+    if plain is not None:
+        return plain
+    if cls is OrderedDict:
+        return Form("odict", _module_metadata(value))
+    kind = container_kind(value)
+    if kind is not None:
+        if kind.name not in _BRANCHES:
+            return None
+        content = kind.take(value)
+        match kind.name:
+            case "namedtuple":
+                return Form(kind.name, content[:2])
+            case "defaultdict" | "deque":
+                return Form(kind.name, content[0])
+        return Form(kind.name)
+    base = known_base(cls)
+    if base is None:
+        return None
+    if base in _BASES:
+        return Form(_BASES[base], None, type_text(value))
+    if base.__name__ not in _BRANCHES:
+        return None
+    return Form(base.__name__, value.maxlen if base is deque else None, type_text(value))
+
+
+def _module_metadata(value: OrderedDict[Any, Any]) -> Any:
+    """``_metadata`` of a module's state dict (its versions), if that can be stored."""
+    found = getattr(value, "_metadata", None)
+    if not isinstance(found, Mapping) or not found:
+        return None
+    try:
+        encode_plain(found)
+    except InvalidInput:
+        return None
+    return found
+
+
+def dcp_tree(state_dict: Mapping[Any, Any]) -> Branch:
+    """The tree of ``state_dict`` as ``torch.distributed.checkpoint`` takes it apart, its leaves
+    named and without values.
+
+    InvalidInput for a container that contains itself, and for two values of one name: with both
+    paths, since DCP cannot tell them apart.
+    """
+    root = _dcp_branch((), state_dict, ())
+    seen: dict[str, Leaf] = {}
+    for leaf in root.leaves():
+        leaf.name = ".".join([str(step.key) for step in leaf.path])
+        other = seen.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise InvalidInput(
+                f"{path_text(other.path)} and {path_text(leaf.path)} of the state dict have the "
+                f"same name {leaf.name[:200]!r} in torch.distributed.checkpoint; rename one of the "
+                "keys, or use groupio.torch.save"
+            )
+    return root
+
+
+def _dcp_branch(path: Path, value: Any, around: tuple[int, ...]) -> Branch:
+    around = _entered(path, value, around)
+    form = form_of(value) or Form("list")
+    branch = Branch(path, form.kind, detail=form.detail, was=form.was)
+    indexed = not isinstance(value, Mapping)
+    for key, child in enumerate(value) if indexed else value.items():
+        below = (*path, Step(key, indexed))
+        apart = isinstance(child, Mapping) or (
+            isinstance(child, list) and _holds_parts(below, child, (), list)
+        )
+        branch.children[key] = _dcp_branch(below, child, around) if apart else Leaf(below)
+    return branch
+
+
+def _entered(path: Path, value: Any, around: tuple[int, ...]) -> tuple[int, ...]:
+    """The identities of the containers around what is in ``value``."""
+    if id(value) in around:
+        raise InvalidInput(f"the state dict contains itself at {_clipped(path)}")
     if len(path) > DEPTH_MAX:
         raise InvalidInput(
-            f"the state dict is nested deeper than {DEPTH_MAX} levels, or contains itself, at "
-            f"{path_text(path[:8])}…"
+            f"the state dict is nested deeper than {DEPTH_MAX} levels at {_clipped(path)}"
         )
+    return (*around, id(value))
+
+
+def _branch(path: Path, value: Any, around: tuple[int, ...] = ()) -> Branch:
+    around = _entered(path, value, around)
     items: Iterator[tuple[Step, Any]]
     if isinstance(value, Mapping):
         items = ((Step(_checked_key(path, key), False), child) for key, child in value.items())
     else:
         items = ((Step(index, True), child) for index, child in enumerate(value))
-    branch = Branch(path, kind_of(value), value=value)
+    form = form_of(value)
+    assert form is not None
+    branch = Branch(path, form.kind, value=value, detail=form.detail, was=form.was)
     for part, child in items:
         below = (*path, part)
         node: Branch | Leaf
         if isinstance(child, torch.Tensor):  # first: there are many, and the other checks are slow
             node = Leaf(below, child)
+        elif is_branch(below, child):
+            node = _branch(below, child, around)
         else:
-            node = _branch(below, child) if is_branch(below, child) else leaf_of(below, child)
+            node = leaf_of(below, child)
         branch.children[part.key] = node
     return branch
+
+
+def _clipped(path: Path) -> str:
+    return path_text(path) if len(path) <= 8 else f"{path_text(path[:8])}…"
 
 
 def is_branch(path: Path, value: Any) -> bool:
@@ -80,30 +176,45 @@ def is_branch(path: Path, value: Any) -> bool:
 
     Tuples of tensors differ from ``torch.distributed.checkpoint``, which pickles them whole.
     """
+    if type(value) in _ATOMS:
+        return False
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list | tuple) and _holds_parts(path, value, 0)
+    return isinstance(value, _SEQUENCES) and _holds_parts(path, value, ())
 
 
-def _holds_parts(path: Path, values: Sequence[Any], depth: int) -> bool:
-    if depth > DEPTH_MAX:
-        raise InvalidInput(
-            f"the value at {path_text(path)} is nested deeper than {DEPTH_MAX} levels, or contains "
-            "itself"
-        )
+_SEQUENCES = (list, tuple, deque, UserList)
+
+
+def _holds_parts(
+    path: Path,
+    values: Any,
+    around: tuple[int, ...],
+    sequences: type | tuple[type, ...] = _SEQUENCES,
+) -> bool:
+    kinds = set(map(type, values))
+    if kinds <= _ATOMS:
+        return False
+    if id(values) in around or len(around) > DEPTH_MAX:
+        what = "contains itself" if id(values) in around else f"is deeper than {DEPTH_MAX} levels"
+        raise InvalidInput(f"the value at {_clipped(path)} {what}")
+    around = (*around, id(values))
+    if any(issubclass(kind, torch.Tensor | Mapping) for kind in kinds):
+        return True
+    if not any(issubclass(kind, sequences) for kind in kinds):
+        return False
     return any(
-        isinstance(value, torch.Tensor)
-        or (isinstance(value, list | tuple) and _holds_parts(path, value, depth + 1))
-        or isinstance(value, Mapping)
+        _holds_parts(path, value, around, sequences)
         for value in values
-        if type(value) not in _ATOMS
+        if type(value) not in _ATOMS and isinstance(value, sequences)
     )
 
 
 def leaf_of(path: Path, value: Any) -> Leaf:
     """A value that is no tensor as a leaf; InvalidInput, with its path, when it is no plain one."""
-    known = isinstance(value, np.ndarray | np.generic)
-    if not known and type(value) not in PLAIN_TYPES:
+    if type(value) in _ATOMS or isinstance(value, np.ndarray | np.generic):
+        return Leaf(path, value)
+    if container_kind(value) is None and known_base(type(value)) is None:
         raise InvalidInput(
             f"the value at {path_text(path)} of the state dict is a {type_text(value)}, which "
             f"cannot be stored; {_advice(value)}"
@@ -114,8 +225,6 @@ def leaf_of(path: Path, value: Any) -> Leaf:
 def _advice(value: Any) -> str:
     if isinstance(value, torch.nn.Module) or hasattr(value, "state_dict"):
         return "save its state_dict() instead"
-    if isinstance(value, set | frozenset | range | list | tuple):
-        return "convert it to a list, tuple or dict"
     if isinstance(value, bytearray | memoryview):
         return "convert it with bytes(...)"
     if hasattr(value, "getvalue"):

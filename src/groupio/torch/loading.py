@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -20,38 +21,55 @@ from groupio.client.chunk_reader import read_chunks
 from groupio.client.collection import collection_paused
 from groupio.client.foreground import set_aside
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import (
+    as_parts,
+    check_parts,
+    nothing_in_all,
+    part_store,
+    steps_in_all,
+)
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import (
     FormatError,
     GroupAborted,
     GroupIOError,
+    GroupTimeout,
     IntegrityError,
     InvalidInput,
     NotFound,
     from_wire,
     to_wire,
 )
+from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import Branch, Leaf, make_container
+from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import DecisionKey
-from groupio.torch.clients import client_for
+from groupio.torch.clients import check_store, client_for, note_loaded
 from groupio.torch.collective_read import CollectiveRead
+from groupio.torch.converted import ConvertedNotes, adopt
 from groupio.torch.grouped import Host
 from groupio.torch.matching import Matching, Template, staged_bytes, template_of
 from groupio.torch.members import Council, Members, find_members
-from groupio.torch.report import LoadReport, SkippedEpoch
+from groupio.torch.report import LoadReport, SkippedEpoch, joined
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
+from groupio.torch.tensors import check_no_fake_mode
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
+
+TELL_S = 15.0
+"""A rank that cannot load waits so long for the others to tell them why, in seconds."""
 
 READ_S = 1800.0
 """Reading may take this long, in seconds."""
 
 APPEAR_S = 60.0
 """A network file system may show a manifest to this node so much later than to rank 0's."""
+
+PARTS_TRIES = 16
+"""With ``fallback`` so many steps are tried that are committed in all parts."""
 
 _DAMAGE = (IntegrityError, FormatError)
 
@@ -64,6 +82,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     fallback: bool = False,
+    parts: Sequence[str | None] | None = None,
 ) -> LoadReport:
     """Fill ``state_dict`` with epoch ``step`` of ``store``, whatever mesh and world saved it.
 
@@ -82,6 +101,8 @@ def load(
     reported (shapes and dtypes must match always). Missing is what no rank saved; unexpected is
     what this rank saved and does not load, after a change of world size what no rank loads.
     ``fallback``: a damaged epoch is passed over for the newest intact one before it, on all ranks.
+    ``parts``: ``state_dict`` has a state dict for each of these parts (None: the unnamed one); all
+    are filled, one after the other, from the newest step that is committed in all of them.
 
     Raises on all ranks what went wrong on any: StateMismatch, NotFound, IntegrityError (after
     which the tensors have undefined content), StorageError, GroupTimeout naming ranks that did
@@ -89,27 +110,134 @@ def load(
     dicts from ``torch.distributed.checkpoint.state_dict.get_state_dict`` and hand them back with
     ``set_state_dict``.
     """
-    members = find_members(process_group)
+    check_no_fake_mode("groupio.torch.load")
     nested = nesting.is_nested() or nesting.is_inside(load)
-    if nested and members.world_size > 1:
+    if nested and (members := find_members(process_group)).world_size > 1:
         raise InvalidInput(
             f"rank {members.rank} called load inside another call of groupio, in a signal handler "
             "or callback, where the ranks cannot agree; load after that call"
         )
-    council, exchange = Council(members, "load", AGREE_S), Council(members, "exchange", READ_S)
-
-    def collective() -> CollectiveRead:
-        return CollectiveRead(exchange, process_group)
-
-    # A nested call sends nothing over the connection that it may have interrupted.
-    with collection_paused(), nullcontext() if nested else set_aside():
-        return _load(state_dict, store, step, council, collective, strict=strict, fallback=fallback)
+    how: dict[str, Any] = {"process_group": process_group, "strict": strict, "nested": nested}
+    if parts is not None:
+        return _load_parts(state_dict, store, step, parts, fallback=fallback, **how)
+    return _load_one(state_dict, store, step, fallback=fallback, **how)
 
 
-def _load(
+def _load_one(
     state_dict: dict[Any, Any],
     store: str | os.PathLike[str],
     step: int | str,
+    *,
+    process_group: dist.ProcessGroup | None,
+    strict: bool,
+    nested: bool,
+    fallback: bool = False,
+) -> LoadReport:
+    members = find_members(process_group)
+    asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
+    # A nested call sends nothing over the connection that it may have interrupted.
+    with collection_paused(), nullcontext() if nested else set_aside():
+        request = _requested(state_dict, store, asked)
+        council = _meet(members, request)
+
+        def collective() -> CollectiveRead:
+            return CollectiveRead(council.beside("exchange", READ_S), process_group)
+
+        return _load(store, request, council, collective, strict=strict, fallback=fallback)
+
+
+def _requested(
+    state_dict: dict[Any, Any], store: str | os.PathLike[str], asked: dict[str, Any]
+) -> _Request | GroupIOError:
+    """What this rank is called to load, or what is wrong with it."""
+    try:
+        check_store(store)
+        template = template_of(state_dict)
+        return _Request(template, asked | {"step": _checked_step(asked["step"])})
+    except GroupIOError as error:
+        return error
+
+
+def _meet(members: Members, request: object) -> Council:
+    """Meet the others; a rank whose own call is wrong does not wait long to tell them so."""
+    if not isinstance(request, GroupIOError):
+        return Council.meet(members, AGREE_S, "load")
+    try:
+        return Council.meet(members, min(TELL_S, AGREE_S), "load")
+    except GroupTimeout:
+        raise request from None
+
+
+def _load_parts(
+    state_dict: dict[Any, Any],
+    store: str | os.PathLike[str],
+    step: int | str,
+    parts: Sequence[str | None],
+    *,
+    process_group: dist.ProcessGroup | None,
+    strict: bool,
+    nested: bool,
+    fallback: bool,
+) -> LoadReport:
+    """Load each part from the newest step that rank 0 finds committed, and all find intact."""
+    stores: dict[str | None, Any] = {}
+    mine: dict[str, Any] | GroupIOError
+    try:
+        wanted, step = check_parts(parts), _checked_step(step)
+        as_parts(state_dict, wanted, "state_dict")
+        stores = {part: part_store(store, part) for part in wanted}
+        mine = {"step": step, "parts": list(wanted), "fallback": fallback}
+    except GroupIOError as error:
+        mine = error
+    council = _meet(find_members(process_group), mine)
+    members = council.members
+
+    def choose(opinions: list[dict[str, Any]]) -> dict[str, Any]:
+        _check_alike(opinions)
+        clients = {p: client_for(s, members, connected=False) for p, s in stores.items()}
+        if step == "latest":
+            for client in clients.values():
+                client._settle(time.monotonic() + AGREE_S, nesting.is_nested())
+        places = {part: client.store for part, client in clients.items()}
+        found = steps_in_all(places, step, None, older=fallback)
+        steps = list(islice(found, PARTS_TRIES if fallback else 1))
+        if not steps:
+            raise nothing_in_all(os.fspath(store), list(places))
+        return {"steps": steps}
+
+    steps = council.decide(mine, choose)["steps"]
+    skipped: list[SkippedEpoch] = []
+    for number in steps:
+        try:
+            reports = [
+                (
+                    part,
+                    _load_one(
+                        state_dict[part],
+                        one,
+                        number,
+                        process_group=process_group,
+                        strict=strict,
+                        nested=nested,
+                    ),
+                )
+                for part, one in stores.items()
+            ]
+        except _DAMAGE as error:
+            if number == steps[-1]:
+                raise
+            skipped.append(SkippedEpoch(number, error.message))
+            continue
+        if number != step:
+            for one in stores.values():
+                note_loaded(one, members, None)
+        return joined(number, reports, skipped)
+    raise AssertionError("no step was tried")
+
+
+def _load(
+    store: str | os.PathLike[str],
+    request: _Request | GroupIOError,
     council: Council,
     collective: Callable[[], CollectiveRead],
     *,
@@ -120,9 +248,11 @@ def _load(
     by_group = False
     job: _Load | GroupIOError
     try:
+        if isinstance(request, GroupIOError):
+            raise request
         client = client_for(store, members, connected=False)
-        job = _Load(state_dict, client, members, strict)
-        asked: Any = {"step": _checked_step(step), "strict": strict, "fallback": fallback}
+        job = _Load(request.template, client, members, strict)
+        asked: Any = dict(request.asked)
         by_group = client.settings.fabric == "torch" and not council.alone
         if by_group:
             job.read_by(collective())
@@ -157,7 +287,16 @@ def _load(
             council.deadline_s = READ_S
             choice = council.decide(job.opinion(job.fill, choice), chooser.next)
             if not choice["again"]:
+                key = DecisionKey(*choice["key"])
+                client._origin.loaded(key if key.epoch == asked["step"] else None)
                 return job.finish(choice)
+
+
+class _Request(NamedTuple):
+    """What a rank is called to fill, and how."""
+
+    template: Template
+    asked: dict[str, Any]
 
 
 class _Load:
@@ -165,7 +304,7 @@ class _Load:
 
     def __init__(
         self,
-        state_dict: dict[Any, Any],
+        template: Template,
         client: groupio.Client,
         members: Members,
         strict: bool,
@@ -173,7 +312,7 @@ class _Load:
         self.client = client
         self.strict = strict
         self._members = members
-        self._template: Template = template_of(state_dict)
+        self._template = template
         self._reader: StoreReader | None = None
         self._manifest: ManifestReader | None = None
         self._matching = Matching()
@@ -181,6 +320,8 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
+        self._converted: dict[str, list[Converted]] = {}
+        self._notes: list[str] = []
         self._grouped: GroupedRead | CollectiveRead | None = None
         self._through: AgentRead | None = None
 
@@ -201,7 +342,7 @@ class _Load:
     def reader(self) -> StoreReader:
         """The store, open until the end of the load."""
         if self._reader is None:
-            self._reader = StoreReader.open(self.client.store)
+            self._reader = self.client._open_reader()
         return self._reader
 
     def read_by(self, grouped: CollectiveRead) -> None:
@@ -254,9 +395,12 @@ class _Load:
             raise mismatch
         wants = self._wants = Collector()
         self._arrivals = collect_fills(found.fill.values(), saved.parts, wants)
+        self._converted = {name: [] for name in found.take}
         self._new = {
-            name: collect_take(take, saved.parts, wants) for name, take in found.take.items()
+            name: collect_take(take, saved.parts, wants, self._converted[name])
+            for name, take in found.take.items()
         }
+        self._notes = saved.notes(node for _, node in found.replace)
         return {"unexpected": self._unexpected} if asked else {}
 
     def where(self, choice: dict[str, Any]) -> str:
@@ -301,7 +445,10 @@ class _Load:
         """Put the plain values into the given dicts and lists."""
         values = {name: get() for name, get in self._new.items()}
         for leaf, node in self._matching.replace:
-            leaf.value = take(node, values)
+            leaf.value = adopt(leaf.value, take(node, values))
+        for state, metadata in self._matching.versions:
+            if hasattr(state, "_metadata"):
+                state._metadata = metadata
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
         _write_back(self._template.root, replaced)
         self.expect_save()
@@ -315,8 +462,19 @@ class _Load:
             skipped_epochs=tuple(SkippedEpoch(*one) for one in choice["skipped"]),
             bytes_read=sum(one.bytes_read for one in took_part),
             bytes_forwarded=sum(one.bytes_forwarded for one in took_part),
-            notes=tuple(note for one in took_part for note in one.notes),
+            notes=(*(note for one in took_part for note in one.notes), *self._type_notes()),
         )
+
+    def _type_notes(self) -> list[str]:
+        """What did not come back as what it was."""
+        found = ConvertedNotes()
+        for _, node in self._matching.replace:
+            for branch in node.branches() if isinstance(node, Branch) else ():
+                if branch.was:
+                    found.add(path_text(branch.path), branch.was, branch.kind)
+        for name, converted in self._converted.items():
+            found.extend(name, converted)
+        return self._notes + found.loaded()
 
 
 class _Chooser:
@@ -333,12 +491,7 @@ class _Chooser:
     def first(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
         """The epoch to begin with; InvalidInput when the members ask for different things."""
         asked = [opinion["asked"] for opinion in opinions]
-        for rank, one in enumerate(asked):
-            if one != asked[0]:
-                raise InvalidInput(
-                    f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
-                    "load with the same arguments on all ranks"
-                )
+        _check_alike(asked)
         self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
@@ -427,6 +580,15 @@ def _checked_step(step: int | str) -> int | str:
     return step if step == "latest" else check_epoch(step, "step")
 
 
+def _check_alike(asked: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(asked):
+        if one != asked[0]:
+            raise InvalidInput(
+                f"rank 0 loads with {_words(asked[0])}, rank {rank} with {_words(one)}; call "
+                "load with the same arguments on all ranks"
+            )
+
+
 def _words(opinion: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in opinion.items())
 
@@ -445,10 +607,23 @@ def _write_back(branch: Branch, replaced: set[int]) -> bool:
             changed[key] = child.value
     if not changed:
         return False
-    if branch.kind == "tuple":
-        values = {key: child.value for key, child in branch.children.items()}
-        branch.value = make_container("tuple", values)
+    if isinstance(branch.value, tuple):
+        branch.value = _like(branch.value, [child.value for child in branch.children.values()])
+        return True
+    if isinstance(branch.value, Mapping) and not isinstance(branch.value, MutableMapping):
+        branch.value = {key: child.value for key, child in branch.children.items()}
         return True
     for key, value in changed.items():
         branch.value[key] = value
     return False
+
+
+def _like(given: tuple[Any, ...], values: list[Any]) -> Any:
+    """A tuple of the class of ``given``."""
+    cls = type(given)
+    if hasattr(cls, "_make"):
+        return cls._make(values)
+    try:
+        return cls(values)
+    except Exception:  # noqa: BLE001  the caller's own class may want anything
+        return tuple(values)

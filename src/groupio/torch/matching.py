@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,8 +19,6 @@ from groupio.torch.tensors import Local, local_part, overlaps_itself
 
 LISTED = 100
 """At most so many names of a kind stand in a message; the fields of the error have all."""
-
-_KEYED = ("dict", "odict")
 
 _LEAF_BYTES = 256
 """What a leaf may take in the structure record and the packs, or a plain value itself."""
@@ -49,6 +49,8 @@ class Matching:
     unexpected: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
+    versions: list[tuple[OrderedDict[Any, Any], Any]] = field(default_factory=list)
+    """Modules' state dicts of the template, and the ``_metadata`` that they were saved with."""
 
     def mismatch(self, strict: bool, where: str) -> StateMismatch | None:
         """The error that lists the differences, or None when they are allowed."""
@@ -115,8 +117,8 @@ def match_names(
 ) -> Matching:
     """The same for an epoch without structure records: a leaf is paired with the item of its name.
 
-    ``tree`` has the paths of the items as far as they are known, with keys that are str; a plain
-    leaf that is none of the items takes the subtree there.
+    ``tree`` has the paths of the items as far as they are known, with keys that are str where
+    their types are not; a plain leaf that is none of the items takes the subtree there.
     """
     found = Matching()
     matcher = _Matcher(template, parts, found)
@@ -152,6 +154,8 @@ class _Matcher:
                 "step: get the state dicts from torch.distributed.checkpoint.state_dict, or put "
                 "None there to take all that was saved)"
             )
+        if saved.kind == "odict" and saved.detail is not None and here.kind == "odict":
+            found.versions.append((here.value, saved.detail))
         for key, child in here.children.items():
             other = saved.children.get(key)
             if other is None or not _same_side(child, other):
@@ -205,7 +209,10 @@ def _at(tree: Branch, leaf: Leaf) -> Branch | Leaf | None:
     for step in leaf.path:
         if not isinstance(node, Branch):
             return None
-        node = node.children.get(step.key if step.indexed else str(step.key))
+        children = node.children
+        node = children.get(step.key)
+        if node is None and not step.indexed:
+            node = children.get(str(step.key))
     return node
 
 
@@ -213,7 +220,7 @@ def _same_side(here: Branch | Leaf, saved: Branch | Leaf) -> bool:
     """Whether the two can be paired at all: a leaf takes anything, a branch only its like."""
     if isinstance(here, Leaf):
         return True
-    return isinstance(saved, Branch) and (here.kind in _KEYED) == (saved.kind in _KEYED)
+    return isinstance(saved, Branch) and here.keyed == saved.keyed
 
 
 def _check_tied(found: Matching, parts: Parts) -> None:

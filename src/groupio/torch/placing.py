@@ -103,7 +103,7 @@ def _ranges(size: int, splits: Sequence[tuple[Placement, int, int]]) -> list[_Ra
 
 
 def _strided(size: int, splits: Sequence[tuple[Placement, int, int]]) -> list[_Range]:
-    indexes = torch.arange(size)
+    indexes = torch.arange(size, device="cpu")
     for placement, count, number in splits:
         # A placement splits its own dimension: the indexes become that one.
         wide = indexes.view((1,) * placement.dim + (-1,))  # type: ignore[attr-defined]

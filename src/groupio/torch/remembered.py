@@ -15,7 +15,7 @@ import torch
 from groupio.client.values import Encoded
 from groupio.format.codec import encode_plain
 from groupio.format.structure import Branch, Leaf, encode_structure
-from groupio.torch.flatten import flatten, is_branch, kind_of, leaf_of
+from groupio.torch.flatten import flatten, form_of, is_branch, leaf_of
 
 KEPT = 4
 """So many trees are kept: of one job that saves a few state dicts in turn."""
@@ -30,18 +30,18 @@ class Tree:
     notes: dict[str, str] = field(default_factory=dict)
     leaves: list[Leaf] = field(init=False)
     """All leaves, in the order of the state dict."""
-    _branches: list[Branch] = field(init=False)
+    branches: list[Branch] = field(init=False)
     _record: tuple[dict[str, str], Encoded] | None = None
 
     def __post_init__(self) -> None:
         self.leaves = list(self.root.leaves())
-        self._branches = list(_branches(self.root))
+        self.branches = list(self.root.branches())
 
     def forget_values(self) -> None:
         """Keep no tensor of the caller alive."""
         for leaf in self.leaves:
             leaf.value = None
-        for branch in self._branches:
+        for branch in self.branches:
             branch.value = None
 
     def record(self) -> Encoded:
@@ -94,7 +94,9 @@ class Remembered:
 
 def _refresh(branch: Branch, value: Any) -> bool:
     """Put the leaves of ``value`` into the tree; False when it has another form."""
-    if kind_of(value) != branch.kind or len(value) != len(branch.children):
+    if form_of(value) != (branch.kind, branch.detail, branch.was):
+        return False
+    if len(value) != len(branch.children):
         return False
     children: Iterable[Any] = value
     if isinstance(value, Mapping):
@@ -120,10 +122,3 @@ def _same_keys(keys: list[Any], new: list[Any]) -> bool:
     if keys != new or list(map(type, keys)) != list(map(type, new)):
         return False
     return tuple not in map(type, keys) or repr(keys) == repr(new)
-
-
-def _branches(branch: Branch) -> Iterator[Branch]:
-    yield branch
-    for child in branch.children.values():
-        if isinstance(child, Branch):
-            yield from _branches(child)

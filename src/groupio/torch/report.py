@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -32,3 +33,24 @@ class LoadReport:
     bytes_read: int = field(default=0, compare=False)
     bytes_forwarded: int = field(default=0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+def joined(
+    step: int,
+    reports: Sequence[tuple[str | None, LoadReport]],
+    skipped: Sequence[SkippedEpoch],
+) -> LoadReport:
+    """One report of the loads of several parts; names of a named part begin with its name."""
+
+    def named(part: str | None, names: Sequence[str]) -> list[str]:
+        return [name if part is None else f"{part}.{name}" for name in names]
+
+    return LoadReport(
+        step=step,
+        missing=tuple(n for part, one in reports for n in named(part, one.missing)),
+        unexpected=tuple(n for part, one in reports for n in named(part, one.unexpected)),
+        skipped_epochs=tuple(skipped),
+        bytes_read=sum(one.bytes_read for _, one in reports),
+        bytes_forwarded=sum(one.bytes_forwarded for _, one in reports),
+        notes=tuple(note for _, one in reports for note in one.notes),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,18 @@ from groupio.client.wants import Collector
 from groupio.errors import FormatError, IntegrityError
 from groupio.format.codec import decode_plain
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import PATHS, STRUCTURE, Branch, Leaf, Path, Step, decode_structure
+from groupio.format.structure import (
+    KEYS,
+    PATHS,
+    STRUCTURE,
+    Branch,
+    Leaf,
+    Path,
+    Step,
+    decode_structure,
+    path_text,
+)
+from groupio.torch.converted import LISTED
 from groupio.torch.matching import Matching, Template, match, match_names
 
 
@@ -105,11 +117,37 @@ class SavedState:
             name: Leaf((), name=name) for r in self.parts.ranks() for name in self.parts.names_of(r)
         }
 
+    def notes(self, nodes: Iterable[Branch | Leaf]) -> list[str]:
+        """What a load should say that makes values of the saved ``nodes`` anew."""
+        untyped = [
+            path_text(node.path)
+            for node in nodes
+            if isinstance(node, Branch) and not self._has_structure and not self._typed
+        ]
+        if not untyped:
+            return []
+        return [
+            f"{', '.join(untyped[:LISTED])}: the planner of this save kept neither types of keys "
+            "nor of containers; they are loaded with str keys in dicts (GroupSavePlanner keeps "
+            "them)"
+        ]
+
+    @cached_property
+    def _typed(self) -> bool:
+        """Whether the DCP classes kept the types of keys and containers."""
+        return any(self.parts.find(rank, KEYS) is not None for rank in self.parts.ranks())
+
     @cached_property
     def _paths(self) -> Branch:
         """The named leaves as a tree, as far as the DCP classes kept their paths."""
         root = Branch((), "dict")
         for rank in self.parts.ranks():
+            typed = self.parts.find(rank, KEYS)
+            if typed is not None:
+                tree = decode_structure(self._read(typed))
+                _prune(tree, self._named)
+                _merge(root, tree)
+                continue
             record = self.parts.find(rank, PATHS)
             for name, keys in ({} if record is None else _paths_of(self._read(record))).items():
                 if name in self._named:
@@ -134,6 +172,15 @@ def _merge(here: Branch, other: Branch) -> None:
         mine = here.children.setdefault(key, child)
         if mine is not child and isinstance(mine, Branch) and isinstance(child, Branch):
             _merge(mine, child)
+
+
+def _prune(branch: Branch, known: Container[str]) -> None:
+    """Drop the leaves that nobody saved."""
+    for key, child in list(branch.children.items()):
+        if isinstance(child, Branch):
+            _prune(child, known)
+        elif child.name not in known:
+            del branch.children[key]
 
 
 def _paths_of(record: Any) -> dict[str, list[str | int]]:

@@ -11,7 +11,7 @@ import torch
 
 from groupio.client.parts import Parts
 from groupio.client.wants import Collector
-from groupio.format.codec import decode_plain
+from groupio.format.codec import Converted, decode_plain
 from groupio.format.dtypes import dtype_from_name
 from groupio.format.structure import Branch, Leaf, rebuild
 from groupio.model import ItemKind
@@ -45,16 +45,21 @@ def collect_fills(fills: Iterable[Fill], parts: Parts, wants: Collector) -> list
     return finishes
 
 
-def collect_take(take: Take, parts: Parts, wants: Collector) -> Finish:
-    """Add to ``wants`` a new value; the call gives it."""
+def collect_take(
+    take: Take, parts: Parts, wants: Collector, converted: list[Converted] | None = None
+) -> Finish:
+    """Add to ``wants`` a new value; the call gives it.
+
+    It adds to ``converted`` the containers that were of an unknown class.
+    """
     spec = take.spec
     if spec.kind is not ItemKind.TENSOR:
         data = bytearray(spec.nbytes)
         wants.add_whole(spec, parts.rows(take.reads[0].saved), memoryview(data))
-        return lambda: decode_plain(data) if spec.kind is ItemKind.PLAIN else bytes(data)
+        return lambda: decode_plain(data, converted) if spec.kind is ItemKind.PLAIN else bytes(data)
     value: Any
     if spec.origin == "torch":
-        value = torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype))
+        value = torch.empty(spec.global_shape, dtype=getattr(torch, spec.dtype), device="cpu")
         array = as_integers(value).numpy()
     else:
         value = array = np.empty(spec.global_shape, dtype_from_name(spec.dtype))
@@ -96,5 +101,5 @@ def _place(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], Finish | None]:
         known = tensor if tensor.dtype in _IN_NUMPY else as_integers(tensor)
         array: np.ndarray[Any, Any] = known.numpy()
         return array, None
-    temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    temporary = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
     return as_integers(temporary).numpy(), lambda: tensor.copy_(temporary)

@@ -126,7 +126,7 @@ def local_part(
         local = _plain(tensor.to_local(), path)
     if mesh.get_coordinate() is None:
         # Whatever shape torch gives it.
-        local = local.new_empty(shape)
+        local = local.new_empty(shape, device=local.device)
     if tuple(local.shape) != shape:
         raise InvalidInput(
             f"the DTensor at {path_text(path)} holds a local tensor of shape "
@@ -196,6 +196,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def check_no_fake_mode(what: str) -> None:
+    """InvalidInput where a FakeTensorMode is active, in which no tensor has bytes."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise InvalidInput(
+            f"a FakeTensorMode is active, in which tensors have no bytes; call {what} outside of it"
+        )
 
 
 def _plain(tensor: torch.Tensor, path: Path) -> torch.Tensor:

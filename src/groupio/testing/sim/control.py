@@ -29,6 +29,9 @@ STORE_EFFECTS = (
     fx.CompareEpoch,
     fx.Decide,
     fx.ForgetInflight,
+    fx.LeaveMark,
+    fx.FindMark,
+    fx.RemoveMarks,
 )
 OF_NODES = (ev.NodeJoined, ev.NodeLost)
 SEATED = (fx.TellReached, fx.TellFailed, fx.TellUnreachable)
@@ -198,6 +201,7 @@ class Control:
             case fx.OpenStore():
                 return store.open(effect), ev.StoreUnavailable
             case fx.CreateLineage(lineage=line):
+                self.sim.oracle.begins(self, line)
                 return store.create_lineage(line), lambda e: ev.LineageCreated(None, e)
             case fx.PublishInflight(group=group):
                 return store.publish(effect), lambda e: ev.InflightPublished(group, e)
@@ -210,6 +214,12 @@ class Control:
                 return store.decide(effect), lambda e: ev.Decided(group, False, False, e)
             case fx.ForgetInflight(key=key):
                 return store.forget(key), lambda e: None
+            case fx.LeaveMark(proof=proof):
+                return store.leave_mark(proof), lambda e: ev.MarkLeft(proof, error=e)
+            case fx.FindMark(proof=proof, name=name):
+                return store.find_mark(proof, name), lambda e: ev.MarkFound(proof, error=e)
+            case fx.RemoveMarks(own=own, shown=shown):
+                return store.marks.remove((*own, *shown)), lambda e: None
         raise AssertionError(f"not a store effect: {effect!r}")
 
     def look(self) -> None:

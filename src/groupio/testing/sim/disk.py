@@ -110,6 +110,16 @@ class Disk:
         """Make the names of a folder durable."""
         self.pending[folder].clear()
 
+    def copy(self) -> Disk:
+        """Another disk with what this one has now, as ``cp -a`` makes it; they share no name."""
+        made = Disk()
+        for folder, names in self.folders.items():
+            for name, file in names.items():
+                one = File(file.content if file.synced else TORN, file.size, file.host)
+                one.synced = True
+                made.folders[folder][name] = one
+        return made
+
     # -- what survives -------------------------------------------------
 
     def durable(self, folder: str, name: str) -> File | None:

@@ -20,9 +20,11 @@ DISK = (
     *("fsync_error", "bit_rot", "misdirected_write"),
 )
 BACKEND = ("lost_success", "unavailable", "slow_down", "truncated_read", "stale_list")
+STORES = ("copied_store",)
+"""What nodes take for the store may be a copy of it, from some moment on."""
 BUGGIFY = ("tiny_chunks", "queue_of_one", "one_tick", "plan_cache_of_one")
 
-ROWS = (*NETWORK, *PROCESSES, *DISK, *BACKEND, *BUGGIFY)
+ROWS = (*NETWORK, *PROCESSES, *DISK, *BACKEND, *BUGGIFY, *STORES)
 """The fault table: one row for each kind of fault."""
 
 STEPS = (
@@ -140,7 +142,7 @@ def draw(
     rows = [row for row in (*NETWORK, *PROCESSES, *DISK, *BACKEND) if rng.random() < some]
     rows += [row for row in BUGGIFY if rng.random() < 0.12]
     options.rows = frozenset((("away",) if away else ()) if calm else rows)
-    options.weights = {row: 10 ** rng.uniform(-1, 1) for row in ROWS}
+    options.weights = {row: 10 ** rng.uniform(-1, 1) for row in ROWS if row not in STORES}
     options.replicas = rng.choice((1, 1, 2, 2, 3))
     options.domains = rng.choice((0, 0, 0, 2, 3))
     options.node_local = rng.random() < 0.3 and options.agents == 1
@@ -163,6 +165,9 @@ def draw(
     options.chunks = rng.choice((1, 2, 3, 6))
     options.chunk_bytes = rng.choice((1 << 20, 3 << 20, 4 << 20))
     _buggify(options, rng)
+    if not calm and options.agents > 1 and rng.random() < 0.4:
+        options.rows |= frozenset(STORES)
+    options.weights |= {row: 10 ** rng.uniform(-1, 1) for row in STORES}
     return options
 
 

@@ -216,7 +216,7 @@ class FlushJob:
             self.node.sim.oracle.rotted.add((self._name, victim))
 
     def _open_segment(self) -> None:
-        disk, seq = self.node.sim.disk, len(self.own)
+        disk, seq = self.node.disk, len(self.own)
         while disk.get("segments", name := segment_name(self.key, self.node.name, seq)) is not None:
             seq += 1
         self._name = name
@@ -241,7 +241,7 @@ class FlushJob:
     def _drop_file(self) -> None:
         """A segment that could not be finished is worthless."""
         if self._file is not None:
-            self.node.sim.disk.unlink(self.node.name, "segments", self._name)
+            self.node.disk.unlink(self.node.name, "segments", self._name)
             self._file, self._wrote = None, []
 
     def report(self) -> Any:

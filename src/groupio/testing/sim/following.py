@@ -194,6 +194,7 @@ class Follower:
                 held,
                 tuple(node.clients.values()),
                 opens,
+                f"/store/of/{node.name}",
             )
         )
         while self._missed:

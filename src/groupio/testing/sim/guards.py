@@ -23,9 +23,11 @@ GUARDS = (
     "decision key",
     "attempt fence",
     "incarnation fence",
+    "others ended",
     "arena fence",
     "fingerprint check",
     "deadline",
+    "store proof",
 )
 """The guards that can be removed."""
 
@@ -41,6 +43,8 @@ def removed(guards: frozenset[str]) -> Iterator[None]:
             stack.enter_context(
                 patch.object(Controller, "_settle_incarnation", _welcome_all(settle))
             )
+        if "others ended" in guards:
+            stack.enter_context(patch.object(Controller, "_not_ended", _all_ended))
         if "arena fence" in guards:
             stack.enter_context(patch.object(Ledger, "quarantine", Ledger.free))
         if "fingerprint check" in guards:
@@ -56,6 +60,10 @@ def _any_plan(self: PlanCache[Any], fingerprint: bytes, structure: bytes) -> Any
 
 def _forget_attempt(self: Controller, key: DecisionKey) -> None:
     """Every attempt of an epoch is the first."""
+
+
+def _all_ended(self: Controller, event: Any) -> None:
+    """No other incarnation runs, whatever is known of it."""
 
 
 def _welcome_all(settle: Any) -> Any:

@@ -6,7 +6,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from groupio.controller.messages import FROM_SWARM
+from groupio.errors import GroupIOError
 from groupio.model import DecisionKey, Level, NodeLink
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -14,11 +17,12 @@ from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger, Use
 from groupio.testing.node_invariants import Arena, ArenaStep
 from groupio.testing.sim.content import Place
+from groupio.testing.sim.disk import Disk
 from groupio.testing.sim.engine import Process, Violated, brief
 from groupio.testing.sim.flush import FlushJob
 from groupio.testing.sim.following import Follower
 from groupio.testing.sim.reading import Asks, Reads, Took
-from groupio.testing.sim.store import Records, Steps
+from groupio.testing.sim.store import Marks, Procedure, Records, Steps
 
 if TYPE_CHECKING:
     from groupio.testing.sim.control import Control
@@ -44,6 +48,35 @@ class Node:
         self.process.alive = False
         self.liar = False
         """It serves wrong bytes."""
+        self.copy: Disk | None = None
+        """The copy that it takes for the store."""
+
+    # -- the store -------------------------------------------------
+
+    @property
+    def disk(self) -> Disk:
+        """Where the node's path of the store leads to."""
+        return self.sim.disk if self.copy is None else self.copy
+
+    def see(self, copy: Disk | None) -> None:
+        """Take a copy for the store from now on, or see the store itself again (None)."""
+        if copy is self.copy:
+            return
+        self.copy = copy
+        self.sim.loads.spoil()
+        self.sim.trace(self.name, "sees the store" if copy is None else "sees a copy of the store")
+        if self.up and not self.sim.options.local:
+            # Whoever opens the store anew by its path says so before anything that it does there.
+            self.follower.report(ev.NodeReopened(self.name))
+
+    def _show(self, order: fx.ShowStore) -> Procedure:
+        """What the node sees of the controller's mark; where it does, it leaves one of its own."""
+        marks = Marks(self.sim, self.disk, self.name)
+        found = yield from marks.find(order.name)
+        if not found:
+            return ev.StoreShown(order.node, order.name)
+        own, content = yield from marks.leave()
+        return ev.StoreShown(order.node, order.name, found, own, content)
 
     # -- life -------------------------------------------------
 
@@ -136,6 +169,8 @@ class Node:
                 self.seen.add(client)
             case ev.MemberOpened():
                 self.opens[client, event.save_id] = event
+                if (known := self.clients.get(client)) is not None:
+                    self.clients[client] = structs.replace(known, has_saved=True)
             case ev.MemberGone():
                 self.reads.client_left(client)
                 if event.process_gone:
@@ -252,7 +287,7 @@ class Node:
         job.ended = True
         if delete:
             for name in job.names:
-                self.sim.disk.unlink(self.name, "segments", name)
+                self.disk.unlink(self.name, "segments", name)
 
     def to_rank(self, client: str, what: str, effect: Any) -> None:
         """Tell a rank something, after what it was told before."""
@@ -282,6 +317,13 @@ class Node:
                 self.machine.forget(seat.client, seat.save_id)
             case fx.TellUnreachable():
                 self.sim.oracle.unreachable(effect)
+            case fx.ShowStore(node=node, name=name):
+
+                def shown(answer: Any, error: GroupIOError | None) -> None:
+                    failed = ev.StoreShown(node, name, error=error)
+                    self.follower.report(answer if error is None else failed)
+
+                self.steps.start(self._show(effect), shown)
             case _ if isinstance(effect, FROM_SWARM):
                 self.reads.take(effect)
             case _:
@@ -293,6 +335,8 @@ class Node:
 
     def learn(self) -> None:
         """Look which chunks the newest epochs in the store have."""
+        if self.copy is not None:
+            return
         self._known = self.sim.newest_chunks()
 
     def known(self, name: bytes) -> Place | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupio.errors import GroupIOError, Outcome
 from groupio.format.records import parse_key, parse_segment_name
-from groupio.model import DecisionKey, Level, Manifest
+from groupio.model import DecisionKey, Level, Lineage, Manifest
 from groupio.protocol import effects as fx
 from groupio.protocol.ledger import Use
 from groupio.testing import invariants as inv
@@ -124,6 +124,23 @@ class Oracle:
     def begin(self) -> None:
         """The world begins."""
         self._decided = {}
+
+    def begins(self, control: Control, line: Lineage) -> None:
+        """8: a line that a save begins abandons nothing of its own launch, or of one that runs."""
+        machine = control.machine
+        group = machine.groups.get(machine._begins)
+        if group is None:
+            return  # its launch asked for it
+        launch = self.sim.ranks[group.first.client].launch
+        for name, known in machine._clients.items():
+            other = self.sim.ranks[name]
+            saved = known.has_saved or known.incarnation
+            if saved and other.launch is not launch and other.process.alive:
+                raise Violated(8, f"{line} begins, and {name} of launch {other.launch.number} runs")
+        for rank in launch.ranks:
+            for save in rank.saves.values():
+                if Level.DURABLE in save.levels and save.epoch > line.after_epoch:
+                    raise Violated(8, f"{line} abandons {save.key} of its own launch")
 
     # -- groups -------------------------------------------------
 

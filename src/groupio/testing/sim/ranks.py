@@ -114,6 +114,7 @@ class Rank:
                 "job",
                 launch_id=str(self.launch.number),
                 gave_up=gave_up,
+                has_saved=bool(self.saves),
             )
         )
         if self.launch.loads is not None and not self._began:
@@ -209,6 +210,7 @@ class Rank:
             rewind_to=self.launch.rewind_to,
             launch_id=str(self.launch.number),
             replicas=options.replicas,
+            resumed_from=self._origin,
         )
         save = Save(
             self._save_ids,
@@ -224,6 +226,14 @@ class Rank:
         layout = content.shape.layout
         self.send(ev.LeaseAsked(self.name, save.save_id, self.rank, layout, opened))
         self.send(opened)
+
+    @property
+    def _origin(self) -> DecisionKey | None:
+        """The epoch that it loaded by its number, as long as it has saved nothing since."""
+        saves = self.saves.values()
+        if all(s.error is not None and s.error.outcome is Outcome.NOT_COMMITTED for s in saves):
+            return self.launch.resumed_from
+        return None
 
     def withdraw(self) -> bool:
         """The rank is interrupted in its open save; False when it has none."""
@@ -321,7 +331,14 @@ class Launch:
     """One life of the job's processes."""
 
     def __init__(
-        self, sim: Sim, number: int, placement: list[Node], *, first_epoch: int, rewind: int | None
+        self,
+        sim: Sim,
+        number: int,
+        placement: list[Node],
+        *,
+        first_epoch: int,
+        rewind: int | None,
+        resumed_from: DecisionKey | None,
     ) -> None:
         rng = sim.rng
         self.sim = sim
@@ -329,6 +346,8 @@ class Launch:
         self.placement = placement
         self.first_epoch = first_epoch
         self.rewind_to = rewind
+        self.resumed_from = resumed_from
+        """The older epoch that all ranks loaded by its number."""
         self.variant = number if rng.random() < 0.5 else 0
         self.when_full = "wait" if rng.random() < 0.9 else "fail"
         self.deadline_s = sim.options.deadline_s

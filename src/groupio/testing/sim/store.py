@@ -24,7 +24,7 @@ from groupio.model import DecisionKey, Lineage, Manifest
 from groupio.plan import dedup
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
-from groupio.testing.sim.disk import TORN, File
+from groupio.testing.sim.disk import TORN, Disk, File
 from groupio.testing.sim.engine import Process
 
 if TYPE_CHECKING:
@@ -202,12 +202,46 @@ class Records:
         return placed
 
 
+class Marks:
+    """The marks by which nodes and controllers find out whether they see one store."""
+
+    def __init__(self, sim: Sim, disk: Disk, host: str) -> None:
+        self.sim = sim
+        self.disk = disk
+        self.host = host
+
+    def leave(self) -> Generator[str, str, tuple[str, bytes]]:
+        """A mark under a new name; its name and its content."""
+        name = f"mark-{next(self.sim.marks)}"
+        if (yield "write"):
+            yield "write"
+        self.disk.create(self.host, "temporary", name, name.encode(), 32)
+        return name, name.encode()
+
+    def find(self, name: str) -> Generator[str, str, bytes]:
+        """What is there under the name, b"" when there is nothing."""
+        yield "look"
+        file = self.disk.get("temporary", name)
+        return b"" if file is None or file.content is TORN else file.content
+
+    def remove(self, names: Sequence[str]) -> Procedure:
+        """Remove marks; never an error."""
+        try:
+            yield "unlink"
+        except GroupIOError:
+            return None
+        for name in names:
+            self.disk.unlink(self.host, "temporary", name)
+        return None
+
+
 class JobStore(Records):
     """What a controller asks of its store: each effect as a procedure that returns the answer."""
 
     def __init__(self, sim: Sim, host: str, writer: str) -> None:
         super().__init__(sim, host)
         self.writer = writer
+        self.marks = Marks(sim, sim.disk, host)
         self._prepared: dict[DecisionKey, File] = {}
         self._writes = count(1)
 
@@ -252,8 +286,7 @@ class JobStore(Records):
         )
         self.sim.oracle.preparing(effect, manifest)
         for ref in manifest.segments:
-            there = self.disk.get("segments", ref.name)
-            if not ref.own:
+            if not ref.own or "store proof" not in self.guards:
                 yield "look"
                 there = self.disk.get("segments", ref.name)
                 if there is None or there.size != ref.bytes:
@@ -269,6 +302,15 @@ class JobStore(Records):
             yield from self.sync("prepared")
         self._prepared[effect.key] = file
         return ev.Prepared(effect.group, manifest.header.content_id)
+
+    def leave_mark(self, proof: int) -> Procedure:
+        """Leave a mark for an agent."""
+        name, content = yield from self.marks.leave()
+        return ev.MarkLeft(proof, name, content, _PATH)
+
+    def find_mark(self, proof: int, name: str) -> Procedure:
+        """Look for the mark of an agent."""
+        return ev.MarkFound(proof, (yield from self.marks.find(name)))
 
     def compare(self, effect: fx.CompareEpoch, committed: bytes) -> Procedure:
         """The members' content is that of the committed epoch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from groupio.testing.sim.engine import Process
-from groupio.testing.sim.faults import PROCESSES
+from groupio.testing.sim.faults import PROCESSES, STORES
 from groupio.testing.sim.store import Segment
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LINKS = ("partition", "one_way", "swizzle_clog")
 MEDIA = ("bit_rot", "lost_unsynced", "torn_write", "lost_rename")
-KINDS = (*PROCESSES, *LINKS, *MEDIA)
+KINDS = (*PROCESSES, *LINKS, *MEDIA, *STORES)
 
 
 class Trouble:
@@ -51,6 +51,7 @@ class Trouble:
             node.process.slow = 1.0
             if not node.up:
                 node.start()
+            node.see(None)
         for rank in sim.ranks.values():
             rank.process.slow = 1.0
             if rank.process.paused:
@@ -168,6 +169,18 @@ class Trouble:
         sim = self.sim
         sim.hit("away")
         sim.away_until = max(sim.away_until, sim.engine.now + self._later(5, 1500))
+
+    # -- stores -------------------------------------------------
+
+    def _copied_store(self) -> None:
+        """A node takes a copy of the store for the store, from now on and for a while."""
+        sim = self.sim
+        original = [node for node in sim.nodes.values() if node.copy is None]
+        if len(original) > 1:
+            node = sim.rng.choice(original)
+            sim.hit("copied_store")
+            node.see(sim.disk.copy())
+            sim.engine.post(self._later(1, 120), None, node.see, None)
 
     # -- links -------------------------------------------------
 

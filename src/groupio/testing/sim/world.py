@@ -95,6 +95,8 @@ class Sim:
         """Somebody has opened the store to write: it exists."""
         self.violation: Violated | None = None
         self.trouble = Trouble(self)
+        self.marks = count(1)
+        """Numbers of marks in the store: none comes twice."""
         self._names = count(1)
         self._pids = count(1000)
         self._groups = count(1)
@@ -134,6 +136,7 @@ class Sim:
             epochs_in_flight=at_once,
             node=node.name,
             resumes=True,
+            proves="store proof" not in self.guards,
             numbers=count(term * GROUPS_OF_A_TERM),
         )
 
@@ -267,17 +270,27 @@ class Sim:
                     self.engine.post(rng.random() * 30, None, self.kill, rank, False)
         self.launches += 1
         start = self.latest()
-        rewind = None
-        if start > 1 and not self.healed and rng.random() < 0.1:
+        rewind, loaded = None, None
+        draw = rng.random() if start > 1 and not self.healed else 1.0
+        if draw < 0.1:
             rewind = start = max(0, start - 1)
             if rewind not in self.shown():
                 rewind, start = None, self.latest()
+        elif draw < 0.3:
+            shown = self.shown()
+            start = sorted(shown)[int(draw * 1000) % len(shown)]
+            loaded = shown[start]
         world = self.options.members
         if rng.random() < 0.1 and not self.healed:
             world = rng.randint(1, world)
         placement = [up[i * len(up) // world] for i in range(world)]
         self.launch = Launch(
-            self, self.launches, placement, first_epoch=max(1, start + 1), rewind=rewind
+            self,
+            self.launches,
+            placement,
+            first_epoch=max(1, start + 1),
+            rewind=rewind,
+            resumed_from=loaded,
         )
         self.trace("launcher", f"launch {self.launches} of {world} ranks after epoch {start}")
 

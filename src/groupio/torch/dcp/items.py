@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,30 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from groupio.client.values import Part
+from groupio.client.values import Encoded, Part
 from groupio.errors import InvalidInput
-from groupio.format.structure import PATHS, Step, part_name
+from groupio.format.codec import encode_plain
+from groupio.format.structure import (
+    KEYS,
+    PATHS,
+    Branch,
+    Step,
+    encode_structure,
+    part_name,
+    path_text,
+)
+from groupio.torch.converted import ConvertedNotes
 from groupio.torch.dcp.names import check_names
 from groupio.torch.flatten import flatten, type_text
 from groupio.torch.placing import replicates
 from groupio.torch.tensors import Local, local_part
+
+log = logging.getLogger("groupio.torch")
+
+LOGGED = 1000
+"""At most so many notes are logged in the life of a process, each once."""
+
+_logged: set[str] = set()
 
 
 class Items:
@@ -26,6 +44,7 @@ class Items:
 
     def __init__(self) -> None:
         self.made: dict[str, Any] = {}
+        self.converted = ConvertedNotes()
         self._boxes: dict[str, int] = {}
 
     def add_tensor(
@@ -73,11 +92,25 @@ class Items:
     def add_value(self, fqn: str, value: Any) -> None:
         """A value that is no tensor; InvalidInput, with its FQN, when no rule covers it."""
         _check_value(fqn, value)
-        self.made[fqn] = value
+        self.made[fqn] = self.converted.encoded(fqn, value, (Step(fqn, False),))
 
-    def add_paths(self, mappings: Mapping[str, Any]) -> None:
-        """DCP's record of where each name stands in the state dict."""
+    def add_paths(self, mappings: Mapping[str, Any], tree: Branch | None) -> None:
+        """DCP's record of where each name stands in the state dict, and that of its types."""
         self.made[PATHS] = {fqn: list(path) for fqn, path in mappings.items()}
+        if tree is not None:
+            data = encode_plain(encode_structure(tree), name="the record of the keys")
+            self.made[KEYS] = Encoded(data)
+            for branch in tree.branches():
+                if branch.was:
+                    self.converted.add(path_text(branch.path), branch.was, branch.kind)
+
+    def finish(self, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """The items. DCP has no place for notes: what will change its class is logged."""
+        for note in (*notes, *self.converted.saved()):
+            if note not in _logged and len(_logged) < LOGGED:
+                _logged.add(note)
+                log.warning("%s", note)
+        return self.made
 
 
 def plan_items(plan: SavePlan, planner: Any) -> dict[str, Any]:
@@ -97,11 +130,29 @@ def plan_items(plan: SavePlan, planner: Any) -> dict[str, Any]:
                 f"{type(planner).__name__} has no value for {item.index.fqn!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    found.add_paths(getattr(planner, "mappings", {}))
-    return found.made
+    mappings, tree = getattr(planner, "mappings", {}), getattr(planner, "tree", None)
+    found.add_paths(mappings, tree)
+    notes = [] if tree is not None else _untyped_keys(plan, mappings)
+    return found.finish(notes)
 
 
-def state_items(flat: Mapping[str, Any], mappings: Mapping[str, Any]) -> dict[str, Any]:
+def _untyped_keys(plan: SavePlan, mappings: Mapping[str, Any]) -> list[str]:
+    """The planner hands over paths of text: a key that was an int cannot be told from a str."""
+    for item in plan.items:
+        path = mappings.get(item.index.fqn, ())
+        if item.type is WriteItemType.BYTE_IO and any(
+            type(key) is str and key.lstrip("-").isdecimal() for key in path
+        ):
+            return [
+                f"this planner keeps no types of keys: if a key of {item.index.fqn!r} is an int, "
+                "it comes back as a str where no state dict is given; save with GroupSavePlanner"
+            ]
+    return []
+
+
+def state_items(
+    flat: Mapping[str, Any], mappings: Mapping[str, Any], tree: Branch | None = None
+) -> dict[str, Any]:
     """The items of a flattened state dict, whole as this rank has it; no plan is needed."""
     check_names(flat)
     found = Items()
@@ -116,8 +167,8 @@ def state_items(flat: Mapping[str, Any], mappings: Mapping[str, Any]) -> dict[st
         else:
             size = tuple(value.shape)
             found.add_tensor(fqn, value, size, (0,) * len(size), replicated=False)
-    found.add_paths(mappings)
-    return found.made
+    found.add_paths(mappings, tree)
+    return found.finish()
 
 
 def is_declared(value: Any) -> bool:

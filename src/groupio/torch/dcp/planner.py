@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from groupio.errors import InvalidInput
-from groupio.format.structure import SAMPLE, Step
+from groupio.format.structure import SAMPLE, Branch, Step
 from groupio.torch.dcp.division import Rules, make_global_plan
 from groupio.torch.dcp.items import is_declared
+from groupio.torch.flatten import dcp_tree
 from groupio.torch.tensors import local_part
 
 VERIFY = ("off", "sampled", "full")
@@ -93,6 +94,7 @@ class GroupSavePlanner(DefaultSavePlanner):
         self.verify_replicas = verify_replicas
         self._cache = _Cache() if enable_plan_caching else None
         self._grouped = False
+        self.tree: Branch | None = None
         self._local_items: list[WriteItem] = []
         self._parts: dict[MetadataIndex, _View] = {}
 
@@ -104,11 +106,13 @@ class GroupSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict; InvalidInput when two of its values have the same name."""
+        """Take the state dict; InvalidInput when two of its values have the same name, or it
+        contains itself."""
         grouped = isinstance(storage_meta, GroupStorageMeta)
         if grouped != self._grouped and self._cache is not None:
             self._cache = _Cache()
         self._grouped = grouped
+        self.tree = dcp_tree(state_dict) if self.flatten_state_dict else None
         try:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
         except ValueError as error:

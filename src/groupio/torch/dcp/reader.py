@@ -6,11 +6,12 @@ import io
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,15 +29,17 @@ from groupio.client.address import store_address
 from groupio.client.collection import collection_paused
 from groupio.client.parts import Catalogue, Saved
 from groupio.client.shared_read import GroupedRead
+from groupio.client.store_parts import part_store
 from groupio.client.store_reader import Fetch, StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import GroupIOError, InvalidInput
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import Leaf
-from groupio.model import ItemKind
+from groupio.model import DecisionKey, ItemKind
 from groupio.plan.read import Box
 from groupio.settings import Settings
-from groupio.torch.clients import agent_read, client_for
+from groupio.torch.clients import agent_read, client_for, note_loaded
+from groupio.torch.converted import adopt
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
 from groupio.torch.grouped import Host
@@ -105,6 +108,8 @@ class GroupStorageReader(FileSystemReader):
     StorageError. ``dcp.load`` reports it on all ranks as ``CheckpointException``, which is no
     ``Exception``, with the typed errors in its ``failures[rank][0]``.
 
+    With ``part`` what is loaded is that part, as ``GroupStorageWriter(store, part=...)`` saved it.
+
     ``process_group`` says which rank this process is (default: of the world of torch.distributed,
     else of the launcher), also for a load with ``no_dist=True``. ``fetch`` replaces the function
     that reads chunks; it is called once for each load, on every rank, which then reads by itself.
@@ -119,9 +124,11 @@ class GroupStorageReader(FileSystemReader):
         *,
         process_group: dist.ProcessGroup | None = None,
         fetch: Fetch | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._fetch = fetch
@@ -201,7 +208,7 @@ class GroupStorageReader(FileSystemReader):
     def _open(self) -> _Source:
         self._close()
         members = find_members(self._process_group)
-        reader = StoreReader.open(self._store)
+        reader = StoreReader.open(self._path)
         try:
             manifest = reader.resolve("latest" if self._epoch is None else self._epoch)
             header = manifest.header
@@ -267,13 +274,16 @@ class GroupStorageReader(FileSystemReader):
         deadline = time.monotonic() + READ_S
         through = None
         if self._fetch is None:
-            through = agent_read(self._store, find_members(self._process_group))
+            through = agent_read(self._path, find_members(self._process_group))
         with self._together(plan) as grouped:
             by_agent = None if through is None else through.fetch_of(source.manifest)
             with grouped.fill(source.who[1], deadline):
                 with collection_paused():
                     wants = Collector()
-                    finishes = [self._want(source, item, planner, wants) for item in plan.items]
+                    own_keys: dict[int, dict[str, Any]] = {}
+                    finishes = [
+                        self._want(source, item, planner, wants, own_keys) for item in plan.items
+                    ]
                 source.reader.read_wants(
                     source.manifest,
                     wants.finish(),
@@ -288,6 +298,8 @@ class GroupStorageReader(FileSystemReader):
             self.notes = tuple(note for one in took_part for note in one.notes)
         for finish in finishes:
             finish()
+        key = DecisionKey(*source.who) if self._epoch is not None else None
+        note_loaded(self._path, find_members(self._process_group), key)
         self._close()
         done: Future[None] = Future()
         done.set_result(None)
@@ -302,7 +314,12 @@ class GroupStorageReader(FileSystemReader):
         return self._host.reading_at_once()
 
     def _want(
-        self, source: _Source, item: ReadItem, planner: LoadPlanner, wants: Collector
+        self,
+        source: _Source,
+        item: ReadItem,
+        planner: LoadPlanner,
+        wants: Collector,
+        own_keys: dict[int, dict[str, Any]],
     ) -> Callable[[], None]:
         """Add what an item needs; the call completes it once the bytes are there."""
         if item.type is LoadItemType.BYTE_IO:
@@ -311,7 +328,7 @@ class GroupStorageReader(FileSystemReader):
             if not isinstance(taken, Take):
                 raise InvalidInput(f"{name!r} was not saved for this rank: {taken}")
             value = collect_take(taken, source.parts, wants)
-            return lambda: planner.load_bytes(item, _pickled(value()))
+            return lambda: _hand_over(planner, item, value(), own_keys)
         saved: Saved = self.storage_data[item.storage_index]
         target = planner.resolve_tensor(item).detach()
         corner = zip(saved.spec.offsets, item.storage_offsets, strict=True)
@@ -324,7 +341,7 @@ class GroupStorageReader(FileSystemReader):
         dtype = self._dtypes[item.storage_index.fqn]
         direct = target.dtype == dtype and target.is_cpu and not target.is_conj()
         direct = direct and not target.is_neg()
-        place = target if direct else torch.empty(box.shape, dtype=dtype)
+        place = target if direct else torch.empty(box.shape, dtype=dtype, device="cpu")
         wants.add_box(saved.spec, source.parts.rows(saved), box, as_integers(place).numpy())
 
         def finish() -> None:
@@ -348,7 +365,7 @@ class GroupStorageReader(FileSystemReader):
 
     def _report_damage(self, digests: Any) -> None:
         members: Members = find_members(self._process_group)
-        client_for(self._store, members)._report_damage(digests)
+        client_for(self._path, members)._report_damage(digests)
 
 
 def _boxes(parts: Catalogue, name: str) -> list[Saved]:
@@ -381,6 +398,37 @@ def _described(boxes: list[Saved], note: str) -> TensorStorageMetadata | BytesSt
 def _keys(leaf: Leaf) -> tuple[str | int, ...]:
     """The path of a leaf as DCP writes it: keys of mappings are text."""
     return tuple(step.key if step.indexed else str(step.key) for step in leaf.path)
+
+
+def _hand_over(
+    planner: LoadPlanner, item: ReadItem, value: Any, known: dict[int, dict[str, Any]]
+) -> None:
+    """Give a value that is no tensor to the planner.
+
+    torch's own planner is not asked where it would put a second key beside one that is no str,
+    ``"5"`` beside ``5``; nor does the value need to be pickled then.
+    """
+    own = isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict
+    if not own or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        planner.load_bytes(item, _pickled(value))
+        return
+    assert isinstance(planner, DefaultLoadPlanner)
+    fqn = item.dest_index.fqn
+    here: Any = planner.original_state_dict
+    path = planner.mappings[fqn]
+    for key in path[:-1]:
+        here = here[_own_key(here, key, known)]
+    last = _own_key(here, path[-1], known)
+    here[last] = adopt(here[last], value)
+
+
+def _own_key(here: Any, key: Any, known: dict[int, dict[str, Any]]) -> Any:
+    """The key of the container ``here`` that DCP writes as ``key``."""
+    if not isinstance(here, Mapping) or key in here:
+        return key
+    if id(here) not in known:
+        known[id(here)] = {str(own): own for own in here}
+    return known[id(here)][key]
 
 
 def _pickled(value: Any) -> io.BytesIO:

@@ -15,10 +15,11 @@ from typing import Any
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 
-import groupio
 from groupio.client.handle import SaveHandle
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput
+from groupio.format.structure import Branch
 from groupio.torch.dcp.items import state_items
+from groupio.torch.flatten import dcp_tree
 
 NAME_S = 60.0
 """DCP's thread has to name the checkpoint within this time, in seconds."""
@@ -69,15 +70,20 @@ class Staging:
         self._epoch: int | None = None
         self._flat: dict[str, Any] | None = None
         self._mappings: dict[str, Any] = {}
+        self._tree: Branch | None = None
         self._problem: InvalidInput | None = None
         self._named = threading.Event()
         self._copied = threading.Event()
         try:
             self._flatten(state_dict)
+        except InvalidInput as error:
+            # DCP would fail to flatten it too, before it asks what is wrong.
+            self._problem, self.skeleton = error, {}
         except Exception as error:  # noqa: BLE001  raised here the other ranks would wait
             self._problem = InvalidInput(f"the state dict cannot be flattened: {error}")
 
     def _flatten(self, state_dict: dict[str, Any]) -> None:
+        self._tree = dcp_tree(state_dict)
         flat, self._mappings = flatten_state_dict(state_dict)
         # The thread that saves sees these containers: those of the caller may change.
         self.skeleton = unflatten_state_dict(flat, self._mappings)
@@ -109,8 +115,11 @@ class Staging:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def copy(self, client: Callable[[], groupio.Client], deadline_s: float) -> None:
-        """Hand everything over; returns when the state dict may change. Never raises an error."""
+    def copy(self, save: Callable[[Mapping[str, Any], int], SaveHandle]) -> None:
+        """Hand everything over to ``save``; returns when the state dict may change.
+
+        Never raises an error.
+        """
         try:
             if not self._named.wait(NAME_S):
                 raise GroupAborted(
@@ -119,9 +128,7 @@ class Staging:
                 )
             if self.error is None:
                 assert self._epoch is not None
-                self.handle = client()._save(
-                    Lazy(self._items), epoch=self._epoch, deadline_s=deadline_s, door="dcp"
-                )
+                self.handle = save(Lazy(self._items), self._epoch)
         except GroupIOError as error:
             self.error = self.error or error
         except Exception as error:  # noqa: BLE001  it is told by the thread that saves
@@ -139,4 +146,4 @@ class Staging:
         if self._problem is not None:
             raise self._problem
         assert self._flat is not None
-        return state_items(self._flat, self._mappings)
+        return state_items(self._flat, self._mappings, self._tree)

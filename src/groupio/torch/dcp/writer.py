@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,20 +17,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-import groupio
 from groupio.client.address import store_address
-from groupio.client.arguments import check_deadline
+from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
+from groupio.client.store_parts import part_store
 from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
 from groupio.format.structure import RESERVED
-from groupio.torch.clients import client_for
+from groupio.protocol.members import FormedLaunch
+from groupio.torch.clients import client_for, save_as
 from groupio.torch.dcp.division import item_bytes
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.items import plan_items
 from groupio.torch.dcp.names import check_names, epoch_of
 from groupio.torch.dcp.planner import GroupStorageMeta
 from groupio.torch.dcp.staging import Lazy, Staging
-from groupio.torch.members import Members, find_members
+from groupio.torch.members import Members, agree, find_members, introduction, join, met
 
 log = logging.getLogger("groupio.torch")
 
@@ -56,13 +58,15 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Ticket:
-    """What stands in a plan's ``storage_data``: on the way to the coordinator the epoch and the
-    error of the rank, on the way back the place of the rank."""
+    """What stands in a plan's ``storage_data``: on the way to the coordinator the epoch, the error
+    and the introduction of the rank, on the way back its place and the launch of all."""
 
     epoch: int
     error: dict[str, Any] | None = None
+    introduction: dict[str, Any] | None = None
     rank: int = 0
     world_size: int = 0
+    launch: FormedLaunch | None = None
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,16 @@ class GroupStorageWriter(FileSystemWriter):
     ``failures[rank][0]`` are the typed errors. Where a rank's process is gone torch itself raises
     the ``RuntimeError`` of its process group.
 
+    ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
+    a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
+
+    With ``part`` what is saved is a part of the step, in ``<store>/parts/<part>`` an epoch by
+    itself: so model and optimizer can be saved in two calls under one ``checkpoint_id``.
+
     ``process_group`` and ``no_dist`` have to be those given to ``async_save``, which does not
-    pass them on before the copy. Saves may overlap if each has a process group of its own: torch
-    runs its collectives in the background, and those of two saves would mix on one.
+    pass them on before the copy, and to ``dcp.save`` where the planner caches its plans. Saves may
+    overlap if each has a process group of its own: torch runs its collectives in the background,
+    and those of two saves would mix on one.
     """
 
     _synchronize_after_execute = True
@@ -109,13 +120,17 @@ class GroupStorageWriter(FileSystemWriter):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
         deadline_s: float = 600.0,
+        rewind_to: int | None = None,
+        part: str | None = None,
     ) -> None:
-        """InvalidInput when ``store`` is no path or ``file://`` URL."""
-        self._store = store_address(store)
+        """InvalidInput when ``store`` is no path or ``file://`` URL, or ``part`` no name."""
+        self._store = os.fspath(part_store(store_address(store), part))
+        self._path = os.path.realpath(self._store)
         super().__init__(self._store)
         self._process_group = process_group
         self._no_dist = no_dist
         self._deadline_s = check_deadline(deadline_s)
+        self._rewind_to = None if rewind_to is None else check_epoch(rewind_to, "rewind_to")
         self._thread = threading.local()
         self._lock = threading.RLock()
         self._pending: Staging | None = None
@@ -210,10 +225,20 @@ class GroupStorageWriter(FileSystemWriter):
         staging: Staging | None = getattr(self._thread, "staging", None)
         self._thread.staging = None
         if staging is not None:
-            staging.copy(self._staging_client, self._deadline_s)
+            staging.copy(self._save_staged)
 
-    def _staging_client(self) -> groupio.Client:
-        return client_for(self._store, self._find_members())
+    def _save_staged(self, items: Mapping[str, Any], epoch: int) -> SaveHandle:
+        members = met(self._find_members(), self._deadline_s, "save")
+        return save_as(
+            self._path,
+            members,
+            items,
+            epoch=epoch,
+            deadline_s=self._deadline_s,
+            door="dcp",
+            rewind_to=self._rewind_to,
+            side="dcp",
+        )
 
     def _find_members(self) -> Members:
         return Members(0, 1) if self._no_dist else find_members(self._process_group)
@@ -237,8 +262,9 @@ class GroupStorageWriter(FileSystemWriter):
             step = self._thread.step = _Step("", -1, error=_no_checkpoint_id())
         step.is_used = True
         if not self.use_collectives:
-            world = find_members(self._process_group).world_size
-            step.members = Members(self.rank or 0, world)
+            step.members = dataclasses.replace(
+                find_members(self._process_group), rank=self.rank or 0
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the names. After ``async_save`` wait here until the group is decided: what it
@@ -249,8 +275,12 @@ class GroupStorageWriter(FileSystemWriter):
                 raise step.error
             if step.staging is None:
                 check_names(item.index.fqn for item in plan.items)
-                # From here on the others hear of it when this process ends before its save.
-                client_for(self._store, step.members or self._find_members())
+                if step.members is not None:
+                    step.members = met(step.members, self._deadline_s, "save")
+                members = step.members or self._find_members()
+                if members.launch_id is not None or members.group is None:
+                    # From here on the others hear of it when this process ends before its save.
+                    client_for(self._path, members)
             else:
                 self._wait_staged(step.staging, plan)
         except GroupIOError as failed:
@@ -258,7 +288,9 @@ class GroupStorageWriter(FileSystemWriter):
                 raise
             step.error = failed
         wire = None if step.error is None else to_wire(step.error)
-        return dataclasses.replace(plan, storage_data=_Ticket(step.epoch, wire))
+        is_member = self._find_members().group is not None
+        ticket = _Ticket(step.epoch, wire, introduction() if is_member else None)
+        return dataclasses.replace(plan, storage_data=ticket)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[Any]:
         """Each rank's place; or the error of one of them, which DCP raises on all."""
@@ -281,12 +313,12 @@ class GroupStorageWriter(FileSystemWriter):
                 )
         if errors:
             return [for_all(errors)] * len(plans)
-        world = len(plans)
+        said = [ticket.introduction for ticket in tickets if ticket.introduction is not None]
+        launch = agree(said) if len(said) == len(tickets) else None
+        place = _Ticket(mine.epoch, world_size=len(plans), launch=launch)
         return [
-            dataclasses.replace(
-                plan, storage_data=_Ticket(ticket.epoch, rank=rank, world_size=world)
-            )
-            for rank, (plan, ticket) in enumerate(zip(plans, tickets, strict=True))
+            dataclasses.replace(plan, storage_data=dataclasses.replace(place, rank=rank))
+            for rank, plan in enumerate(plans)
         ]
 
     def _wait_staged(self, staging: Staging, plan: SavePlan) -> None:
@@ -325,14 +357,27 @@ class GroupStorageWriter(FileSystemWriter):
         return done
 
     def _save(self, step: _Step, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
-        ticket: _Ticket = plan.storage_data
-        members = step.members or Members(ticket.rank, ticket.world_size)
-        return client_for(self._store, members)._save(
+        return save_as(
+            self._path,
+            step.members or self._place(step, plan.storage_data),
             Lazy(lambda: plan_items(plan, planner)),
             epoch=step.epoch,
             deadline_s=self._deadline_s,
             door="dcp",
+            rewind_to=self._rewind_to,
+            side="dcp",
         )
+
+    def _place(self, step: _Step, ticket: _Ticket) -> Members:
+        """This rank among those that planned this save."""
+        members = self._find_members()
+        if ticket.launch is not None and ticket.epoch == step.epoch:
+            launch_id = join(ticket.launch)
+            return Members(ticket.rank, ticket.world_size, members.group, launch_id)
+        if members.world_size != ticket.world_size:
+            return Members(ticket.rank, ticket.world_size)
+        # A planner that caches its plans gives back those of earlier saves.
+        return met(members, self._deadline_s, "save")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that DCP returns; nothing is written here."""

@@ -1,0 +1,1 @@
+"""A store as a program sees it; it needs no agent and no network."""

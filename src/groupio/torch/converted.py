@@ -1,0 +1,89 @@
+"""Containers of unknown classes, which are stored as those of a known one: the notes of them, and
+the classes that the caller's own state dict has for what was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from groupio.client.values import Encoded
+from groupio.format.codec import Converted, encode_plain
+from groupio.format.containers import is_named_tuple
+from groupio.format.structure import Path, path_text
+
+LISTED = 20
+"""At most so many containers are named."""
+
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+_KIND_NAMES = {"odict": "OrderedDict"}
+
+
+class ConvertedNotes:
+    """Collects them during a save or a load: each by its path."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, str]] = {}
+
+    def add(self, path: str, was: str, kind: str) -> None:
+        """The container at ``path`` is of the class ``was`` and comes back as ``kind``."""
+        self._found[path] = (was, _KIND_NAMES.get(kind, kind))
+
+    def extend(self, path: str, converted: Iterable[Converted]) -> None:
+        """Those in the value at ``path``."""
+        for where, was, kind in converted:
+            self.add(f"{path}{where}", was, kind)
+
+    def encoded(self, name: str, value: Any, path: Path) -> Any:
+        """The plain value ``value`` of the item ``name`` for the client, encoded if it has parts.
+
+        InvalidInput, with its path, for what cannot be stored.
+        """
+        if type(value) in ATOMS or isinstance(value, np.ndarray | np.generic):
+            return value
+        converted: list[Converted] = []
+        data = encode_plain(value, name=f"item {name!r}", converted=converted)
+        if converted:
+            self.extend(path_text(path), converted)
+        return Encoded(data)
+
+    def saved(self) -> list[str]:
+        """The notes of a save."""
+        return self._notes("{path} is a {was}, which is saved as a {kind}")
+
+    def loaded(self) -> list[str]:
+        """The notes of a load."""
+        return self._notes("{path} was saved as a {was} and is loaded as a {kind}")
+
+    def _notes(self, form: str) -> list[str]:
+        notes = [
+            form.format(path=path, was=was, kind=kind)
+            for path, (was, kind) in list(self._found.items())[:LISTED]
+        ]
+        if len(self._found) > LISTED:
+            notes.append(f"and so do {len(self._found) - LISTED} other containers")
+        return notes
+
+
+def adopt(here: Any, loaded: Any) -> Any:
+    """``loaded`` with the named tuples of ``here``, the value that it replaces, where they fit."""
+    if type(loaded) in ATOMS:
+        return loaded
+    if isinstance(loaded, tuple) and isinstance(here, tuple):
+        values = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
+        values += loaded[len(here) :]
+        cls: Any = type(here) if _same_fields(here, loaded) else type(loaded)
+        return cls._make(values) if is_named_tuple(cls) else tuple(values)
+    if type(here) is type(loaded) is list:
+        loaded[: len(here)] = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
+    elif isinstance(here, Mapping) and isinstance(loaded, dict):
+        for key in loaded.keys() & here.keys():
+            loaded[key] = adopt(here[key], loaded[key])
+    return loaded
+
+
+def _same_fields(here: Any, loaded: Any) -> bool:
+    fields = getattr(loaded, "_fields", None)
+    return fields is not None and getattr(here, "_fields", None) == fields
