@@ -235,7 +235,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--mb-per-rank", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--dir", default=".", help="a folder on the file system to measure")
+    parser.add_argument(
+        "--dir",
+        default=tempfile.gettempdir(),
+        help="a folder on the file system to measure (default: %(default)s)",
+    )
     parser.add_argument("--json", help="write the report to this file")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="groupio-bench-", dir=args.dir))

@@ -17,6 +17,7 @@ from bench_help import SOURCE
 from groupio.bench import coordination
 from groupio.bench.board import GROUP, Board, Plan, items
 from groupio.bench.coordination import STAGES, summary
+from groupio.cli import bench
 from groupio.errors import GroupTimeout
 
 
@@ -26,6 +27,40 @@ def plan(folder: Path, **fields: float) -> Plan:
     made = Plan(folder=str(folder), store="", **chosen)
     made.save()
     return made
+
+
+def test_the_current_directory_is_left_alone_unasked(tmp_path: Path) -> None:
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    before = here.stat().st_mtime_ns, temporary.stat().st_mtime_ns
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "groupio.cli", "bench", "coordination"),
+            *("--members", "2", "--agents", "2", "--chunks", "2", "--epochs", "1"),
+        ],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "900", "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert f"measuring in {temporary} (" in found.stderr
+    assert "--store names another folder" in found.stderr
+    # Each file that is made in a folder, or removed from it, changes its time.
+    assert here.stat().st_mtime_ns == before[0]
+    assert temporary.stat().st_mtime_ns != before[1]
+    assert os.listdir(temporary) == []
+
+
+def test_memory_is_not_taken_for_a_disk(capfd: pytest.CaptureFixture[str]) -> None:
+    for chosen in (False, True):
+        bench._say_where(Path("/some"), {"file_system": "tmpfs"}, chosen=chosen)
+        assert "/some is tmpfs: memory, not a disk" in capfd.readouterr().err
+    bench._say_where(Path("/some"), {"file_system": "ext4"}, chosen=True)
+    assert capfd.readouterr().err == ""
 
 
 def test_real_processes_agree(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,12 @@ Peers = Annotated[
     ),
 ]
 StoreFolder = Annotated[
-    Path, typer.Option("--store", metavar="DIR", help="A folder on the file system to measure.")
+    Path | None,
+    typer.Option(
+        "--store",
+        metavar="DIR",
+        help="A folder on the file system to measure (default: that of temporary files).",
+    ),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the records to this file.")
@@ -87,6 +93,9 @@ Agents = Annotated[
 Chunks = Annotated[int, typer.Option("--chunks", help="Chunks that each member saves.")]
 
 
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
 @app.callback(invoke_without_command=True)
 def _bench_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
@@ -101,7 +110,7 @@ def save(
     shape: Shape = "fsdp",
     epochs: Epochs = 5,
     peers: Peers = None,
-    store: StoreFolder = Path(),
+    store: StoreFolder = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     gate: GateFlag = False,
@@ -122,7 +131,7 @@ def load(
     shape: Shape = "fsdp",
     epochs: Epochs = 3,
     peers: Peers = None,
-    store: StoreFolder = Path(),
+    store: StoreFolder = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     gate: GateFlag = False,
@@ -147,7 +156,7 @@ def step(
     shape: Shape = "fsdp",
     epochs: Epochs = 3,
     step_s: StepSeconds = 1.0,
-    store: StoreFolder = Path(),
+    store: StoreFolder = None,
     json_file: JsonFile = None,
     gate: GateFlag = False,
     keep: Keep = False,
@@ -168,7 +177,7 @@ def coordination(
     agents: Agents = None,
     chunks: Chunks = 2000,
     epochs: Epochs = 15,
-    store: StoreFolder = Path(),
+    store: StoreFolder = None,
     json_file: JsonFile = None,
     timeout: Timeout = 60.0,
 ) -> int:
@@ -181,8 +190,9 @@ def coordination(
 
     members = _in_range("--members", members, 1024, least=2)
     agents = _in_range("--agents", agents or max(2, members // 8), members, least=2)
-    _check_folders(store, json_file)
-    conditions = machine.conditions(store, " ".join(["groupio", *sys.argv[1:]]))
+    parent = _parent(store, json_file)
+    conditions = machine.conditions(parent, " ".join(["groupio", *sys.argv[1:]]))
+    _say_where(parent, conditions, chosen=store is not None)
     progress = error_console()
     with progress.status(f"starting {agents} agents and {members} members") as status:
         before = signal.signal(signal.SIGTERM, _interrupt)
@@ -194,7 +204,7 @@ def coordination(
                 chunk_bytes=64,
                 epochs=_in_range("--epochs", epochs, 1000),
                 warm_up=2,
-                parent=store.resolve(),
+                parent=parent,
                 timeout_s=timeout,
                 on_epoch=lambda epoch: status.update(f"epoch {epoch} of {epochs + 2}"),
             )
@@ -220,12 +230,26 @@ def _coordination_table(result: dict[str, Any]) -> Table:
     return made
 
 
-def _check_folders(store: Path, *files: Path | None) -> None:
+def _parent(store: Path | None, *files: Path | None) -> Path:
+    """The folder to measure in, never the current one unasked; CommandError when it is none."""
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise CommandError(f"there is no folder for {file}; make it first")
-    if not store.is_dir():
-        raise CommandError(f"{store} is not a directory; --store names one to measure in")
+    parent = Path(tempfile.gettempdir()) if store is None else store
+    if not parent.is_dir():
+        raise CommandError(f"{parent} is not a directory; --store names one to measure in")
+    return parent.resolve()
+
+
+def _say_where(parent: Path, conditions: dict[str, Any], *, chosen: bool) -> None:
+    kind = conditions["file_system"]
+    if kind in IN_MEMORY:
+        say_error(
+            f"{parent} is {kind}: memory, not a disk, so the figures say nothing of a disk; "
+            "--store names a folder on one"
+        )
+    elif not chosen:
+        say_error(f"measuring in {parent} ({kind}); --store names another folder")
 
 
 def _checked(
@@ -253,7 +277,7 @@ def _bench(
     fields: dict[str, Any],
     shape: str,
     peers: str | None,
-    store: Path,
+    store: Path | None,
     json_file: Path | None,
     html_file: Path | None,
     *,
@@ -268,15 +292,16 @@ def _bench(
     systems, missing = options.choose_systems(peers)
     if fields["command"] == "step":
         systems = ("groupio", "dcp_async")
-    _check_folders(store, json_file, html_file)
+    parent = _parent(store, json_file, html_file)
     for name in missing:
         module = options.missing_module(name)
         say_error(f"peer not installed: {name} (there is no module {module})")
-    conditions = machine.conditions(store, " ".join(["groupio", *sys.argv[1:]]))
+    conditions = machine.conditions(parent, " ".join(["groupio", *sys.argv[1:]]))
+    _say_where(parent, conditions, chosen=store is not None)
     records: list[dict[str, Any]] = []
     for one in shapes:
         chosen = options.Options(shape=one, systems=systems, folder="", **fields)
-        outcome = _measure(run, chosen, store.resolve(), conditions, keep)
+        outcome = _measure(run, chosen, parent, conditions, keep)
         records += outcome.records
     if json_file is not None:
         json_file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
