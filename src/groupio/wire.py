@@ -49,6 +49,13 @@ class ChannelClosed(ConnectionError):
     """
 
 
+class ChannelBusy(TimeoutError):
+    """Another thread was sending all the time; nothing of the message was sent.
+
+    That thread may be slow because the peer is, or be interrupted by a signal handler.
+    """
+
+
 class Received(NamedTuple):
     """One message and the descriptors that came with it (close-on-exec, owned by the receiver)."""
 
@@ -117,12 +124,13 @@ class Channel:
         """Send ``message``; on return the kernel has all of it.
 
         TimeoutError when the peer does not read in time (the frame may be half sent: close the
-        channel), ChannelClosed when it is gone, ValueError when the message is too long.
+        channel), ChannelBusy when another thread was sending until then, ChannelClosed when the
+        peer is gone, ValueError when the message is too long.
         """
         deadline = time.monotonic() + timeout_s
         frame = self.encode(message, len(fds))
         if not self._send_lock.acquire(timeout=max(timeout_s, 0)):
-            raise TimeoutError(f"the peer did not read for {timeout_s} s")
+            raise ChannelBusy(f"another thread was sending for {timeout_s} s")
         try:
             self._append(frame, fds)
             while not self._push():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -252,30 +253,43 @@ def test_a_rewind_hides_later_epochs_until_the_new_line_grows(
     assert agent.peer().hello.rewind_to is None
 
 
-def test_a_load_in_a_callback_does_not_wait_for_itself(
+def test_loads_saves_and_close_in_a_callback_do_not_wait_for_its_thread(
     store: StoreBuilder, connect: Connect, agent: FakeAgent, background: Background
 ) -> None:
     store.commit(1, [{"a": 1}])
-    client = connect()
+    client = connect(settings={"close_timeout_s": 20})
     peer = agent.peer()
     saved = background.submit(client.save, {"a": 1}, epoch=2)
     opened = peer.take(msg.OpenSave)
     peer.receive(opened)
-    outcome: list[Any] = []
+    outcome: Future[list[Any]] = Future()
 
     def inside(handle: groupio.SaveHandle) -> None:
-        outcome.append(client.load(1))
-        for call in (client.load, lambda: client.save({}, epoch=3)):
-            try:
-                call()
-            except groupio.InvalidInput as error:
-                outcome.append(str(error))
+        found: list[Any] = [client.load(1), client.load(), [e.epoch for e in client.epochs()]]
+        found.append(client.save({"b": b"xyz"}, epoch=3, wait_for="durable"))
+        try:
+            found[-1].wait()
+        except groupio.InvalidInput as error:
+            found.append(error)
+        client.close()
+        outcome.set_result(found)
 
     saved.result(20).add_done_callback("staged", inside)
+    answer_settles(agent, background, None)
     peer.reach(opened, "staged", "durable")
-    saved.result().wait(timeout_s=20)
-    assert outcome[0] == {"a": 1}
-    assert len(outcome) == 3
+    loaded, latest, epochs, queued, refused = outcome.result(20)
+    assert (loaded, latest, epochs) == ({"a": 1}, {"a": 1}, [1])
+    assert "in another thread" in str(refused)
+    assert queued.times.released is not None
+    assert any("signal handler" in note for note in queued.times.notes)
+    opened = peer.take(msg.OpenSave)
+    assert opened.epoch == 3
+    assert peer.receive(opened) == {"b": b"xyz"}
+    peer.reach(opened, "staged", "durable")
+    assert queued.wait(timeout_s=20).durable
+    peer.take(msg.Bye)
+    with pytest.raises(groupio.InvalidInput, match="closed"):
+        client.save({"a": 1}, epoch=4)
 
 
 def test_a_reader_works_without_a_client(store: StoreBuilder) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from loopdev import run
-from oracle import look
+from oracle import kept, look
 from stracing import attached
 
 from groupio.agent.identity import node_name
@@ -77,7 +77,7 @@ def check_store(store: Path, acked: Sequence[int]) -> set[int]:
     found = look(store)
     assert found is not None
     assert not found.damage
-    assert not found.leftovers
+    assert not kept(found)
     acks = [
         Ack(1, epoch, rank, WORLD, 0, Level.DURABLE) for epoch in acked for rank in range(WORLD)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -123,6 +124,27 @@ def test_absent_members_are_named(
     errors = together(4, lambda c, r: c.decide({}, lambda all_: {}), absent, wait=0.5)
     assert len(errors) == 4 - len(absent)
     assert all(type(error) is GroupTimeout and error.missing == named for error in errors)
+
+
+def test_a_late_member_is_awaited_in_silence(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks, stores = processes(3), [dist.PrefixStore("default", served)]
+    stores += [
+        dist.PrefixStore("default", dist.TCPStore("127.0.0.1", served.port)) for _ in ranks[1:]
+    ]
+    own = members._me.of_thread  # type: ignore[attr-defined]
+    monkeypatch.setattr(members, "_store_of", lambda group: stores[ranks.index(own.instance)])
+    monkeypatch.setattr(members, "_LOOK_S", 0.02)
+
+    def act(council: Council, rank: int) -> Any:
+        if rank == 1:
+            time.sleep(10 * members._LOOK_S)
+        return council.decide({"n": rank}, lambda all_: {"sum": sum(o["n"] for o in all_)})
+
+    assert meet_as(ranks, act, wait=30) == [{"sum": 3}] * 3
+    assert capfd.readouterr().err == ""
 
 
 def test_alone_nobody_is_asked() -> None:

@@ -265,8 +265,8 @@ class Driver:
                 assert self._loop is not None
                 self._loop.add_writer(peer.channel.fileno(), self._writable, peer)
         except ChannelClosed as error:
-            log.warning("client %s: %s", peer.client, error)
-            self.disconnect(peer)
+            log.debug("client %s: %s", peer.client, error)
+            self._unreachable(peer)
 
     def _writable(self, peer: Peer) -> None:
         assert self._loop is not None
@@ -274,7 +274,22 @@ class Driver:
             if peer.channel.flush():
                 self._loop.remove_writer(peer.channel.fileno())
         except ChannelClosed:
+            self._loop.remove_writer(peer.channel.fileno())
+            self._unreachable(peer)
+
+    def _unreachable(self, peer: Peer) -> None:
+        """Nothing can be sent to the client any more; what it sent before still counts.
+
+        It may have said goodbye, and else its memory is kept until the end of its process.
+        """
+
+        def end() -> None:
+            if peer.connected:
+                self._readable(peer)
             self.disconnect(peer)
+
+        assert self._loop is not None
+        self._loop.call_soon(end)
 
     def disconnect(self, peer: Peer) -> None:
         """The connection is over; the process behind it may live on."""

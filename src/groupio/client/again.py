@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from groupio.client import nesting
 from groupio.errors import GroupIOError
 
 log = logging.getLogger("groupio.client")
@@ -36,6 +37,7 @@ class Again:
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._run, name="groupio-again", daemon=True).start()
 
+    @nesting.thread
     def _run(self) -> None:
         try:
             self._connect()

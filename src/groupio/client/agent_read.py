@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from groupio.backend.base import Backend
+from groupio.client import nesting
 from groupio.client.chunk_reader import Wants, place, read_chunks
 from groupio.client.connection import Connection
 from groupio.client.foreground import set_aside
@@ -89,6 +90,7 @@ class AgentRead:
         header = manifest.header
         return Fetching(self, DecisionKey(header.lineage, header.epoch, header.attempt))
 
+    @nesting.call
     def ask(
         self, key: DecisionKey, table: ChunkTable, wants: Wants, deadline: float
     ) -> npt.NDArray[np.bool_]:

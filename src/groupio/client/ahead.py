@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from groupio.client import nesting
 from groupio.client.client import Client
 from groupio.errors import GroupIOError
 from groupio.exhaustion import start_some
@@ -45,12 +46,16 @@ def expect_save(client: Client, total_bytes: int) -> None:
 
 
 def _in_background(client: Client, work: Callable[[], Any]) -> None:
+    @nesting.thread
     def run() -> None:
         try:
             work()
         except (GroupIOError, OSError) as error:
             log.info("%s: getting ready for a save failed: %s", client.store, error)
 
+    if nesting.is_nested():
+        nesting.start(run)
+        return
     try:
         start_some([threading.Thread(target=run, name="groupio-ahead", daemon=True)])
     except GroupIOError as error:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from groupio.client import arguments, launch, living
+from groupio.client import arguments, launch, living, nesting
 from groupio.client.address import recorded_job, store_address
 from groupio.client.again import Again
 from groupio.client.connection import Connection
@@ -22,6 +24,7 @@ from groupio.client.failures import Failures
 from groupio.client.foreground import Intervals, check_share, tell
 from groupio.client.handle import SaveHandle, as_level, unreachable
 from groupio.client.lineage import Origin
+from groupio.client.nested_saves import NOTE, NestedSaves, Turn, no_copy
 from groupio.controller.discover import Kind, Where, find_controller
 from groupio.errors import (
     AgentLost,
@@ -29,6 +32,7 @@ from groupio.errors import (
     InvalidInput,
     NotFound,
     Outcome,
+    StagingFull,
     WaitTimeout,
     to_wire,
 )
@@ -37,10 +41,13 @@ from groupio.protocol import messages as msg
 from groupio.settings import Settings, is_unicode
 
 if TYPE_CHECKING:
+    from groupio.client.loading import Request
     from groupio.client.outgoing import Outgoing, Packer
     from groupio.client.store_reader import StoreReader
 
 log = logging.getLogger("groupio.client")
+
+NESTED_SETTLE_S = 2.0
 
 _SETTLE_TRIES = 2
 """An agent that ends while it is asked is replaced this often."""
@@ -72,7 +79,12 @@ def connect(
 
 
 def connected(client: Client) -> Client:
-    """``client``, after a try to connect it; InvalidInput when the agent refuses its arguments."""
+    """``client``, after a try to connect it; InvalidInput when the agent refuses its arguments.
+
+    A nested call leaves it to the first save.
+    """
+    if nesting.is_nested():
+        return client
     try:
         client._connected()
     except InvalidInput:
@@ -160,6 +172,10 @@ class Client:
         self._packer: Packer | None = None
         self._intervals = Intervals(lambda: self._connections)
         self._failures = Failures(self.rank, path)
+        self._nested_saves = NestedSaves()
+        self._is_closing = False
+        self._closing = threading.Lock()
+        nesting.prepare()
         living.add(self)
 
     def __repr__(self) -> str:
@@ -232,23 +248,39 @@ class Client:
         """The client of a part; this one for the unnamed part. InvalidInput for a bad name."""
         if part is None:
             return self
+        nesting.imported("groupio.client.store_parts")
         from groupio.client.store_parts import PartStore, part_store
 
         self._check_usable("use a part")
         path = part_store(self._path, part)
         assert isinstance(path, PartStore)
-        with self._connecting:
-            if part not in self._parts:
-                place, rewind = (self.rank, self.world_size), self._rewind_parts_to
-                job = recorded_job(path) or f"{self.job}/{part}"
-                self._parts[part] = Client(
-                    str(path), job, place, rewind, self.settings, self._where, self._launch_id
-                )
-            return self._parts[part]
+        if part not in self._parts:
+            # No lock: a signal handler may come, and save, at any time in here.
+            place, rewind = (self.rank, self.world_size), self._rewind_parts_to
+            job = recorded_job(path) or f"{self.job}/{part}"
+            made = Client(
+                str(path), job, place, rewind, self.settings, self._where, self._launch_id
+            )
+            if self._parts.setdefault(part, made) is not made:
+                living.remove(made)
+        return self._parts[part]
 
-    def _save(
+    @nesting.call
+    def _save(self, items: Mapping[str, Any], **options: Any) -> SaveHandle:
+        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
+
+        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
+        """
+        self._check_usable("save")
+        with self._nested_saves.turn(nested=nesting.is_nested()) as turn:
+            nesting.imported("groupio.client.outgoing")
+            nesting.imported("groupio.client.saving")
+            return self._save_in_turn(items, turn, **options)
+
+    def _save_in_turn(
         self,
         items: Mapping[str, Any],
+        turn: Turn,
         *,
         epoch: int,
         deadline_s: float = 600.0,
@@ -261,12 +293,7 @@ class Client:
         rewind_to: int | None = None,
         side: str = "core",
     ) -> SaveHandle:
-        """As :meth:`save`; ``door`` asks for a view of the epoch in that format ("dcp").
-
-        ``rewind_to`` begins a new line after that epoch; ``side`` is the API that was called.
-        """
         called_at = called_at or time.monotonic()
-        self._check_usable("save")
         step = arguments.check_epoch(epoch)
         after = arguments.check_rewind(rewind_to, step)
         deadline_s = arguments.check_deadline(deadline_s)
@@ -294,31 +321,105 @@ class Client:
                 side=side,
             )
 
-        one_node = self._where.kind is Kind.LOCAL
-        handle = SaveHandle(
-            step, called_at, self.settings.replicas, one_node=one_node, failures=self._failures
-        )
+        handle = self._new_handle(step, called_at, door)
+        deadline = called_at + deadline_s
+        if turn.is_nested:
+            self._save_nested(handle, opening, items, declared, deadline, turn)
+            return handle
         handle._add_notes(self._failures.report())
-        if door:
-            handle._expect_door()
-        packer = self._get_packer()
-        try:
-            outgoing = packer.pack(items, declared)
-        except InvalidInput as error:
-            self._withdraw(opening(packer.pack({}, ())), error)
-            raise
+        outgoing = self._pack(items, declared, opening, self._get_packer(), lambda work: work())
         self._failures.began(step)
-        if level is Level.REPLICATED and self.settings.replicas > 1 and one_node:
+        if level is Level.REPLICATED and handle._cannot is not None:
             handle._fail(unreachable(step, self.settings.replicas))
             return handle
-        self._run(handle, opening(outgoing), outgoing, called_at + deadline_s)
+        turn.wait()
+        self._run(handle, opening(outgoing), outgoing, deadline, turn)
         if level is not Level.RELEASED:
             with suppress(GroupIOError):  # it stands on the handle, where the caller looks
                 handle._wait(level)
         return handle
 
+    def _new_handle(self, step: int, called_at: float, door: str) -> SaveHandle:
+        handle = SaveHandle(
+            step,
+            called_at,
+            self.settings.replicas,
+            one_node=self._where.kind is Kind.LOCAL,
+            failures=self._failures,
+        )
+        if door:
+            handle._expect_door()
+        return handle
+
+    def _pack(
+        self,
+        items: Mapping[str, Any],
+        declared: Iterable[str],
+        opening: Callable[[Outgoing], msg.OpenSave],
+        packer: Packer,
+        run: Callable[[Callable[[], None]], object],
+    ) -> Outgoing:
+        """Prepare ``items``; ``run`` is given what tells the other members of an InvalidInput."""
+        try:
+            return packer.pack(items, declared)
+        except InvalidInput as error:
+            run(partial(self._withdraw, opening(packer.pack({}, ())), error))
+            raise
+
+    def _save_nested(
+        self,
+        handle: SaveHandle,
+        opening: Callable[[Outgoing], msg.OpenSave],
+        items: Mapping[str, Any],
+        declared: Iterable[str],
+        deadline: float,
+        turn: Turn,
+    ) -> None:
+        """Copy the items of a call that interrupted another one, and save them in a thread."""
+        from groupio.client.outgoing import Packer
+
+        if any(connection.is_own_thread() for connection in self._connections):
+            handle._listener = threading.current_thread()
+        handle._hurry = turn.hurry
+        outgoing = self._pack(items, declared, opening, Packer(), nesting.start)
+        self._failures.began(handle.epoch)
+        opened = opening(outgoing)
+        try:
+            self._nested_saves.add(handle, outgoing.layout.total_bytes)
+            outgoing = outgoing.detached()
+        except (StagingFull, MemoryError) as error:
+            self._nested_saves.remove(handle)
+            full = error if isinstance(error, StagingFull) else no_copy(opened)
+            handle._fail(full)
+            nesting.start(partial(self._withdraw, opened, full))
+            return
+        handle._reach(Level.RELEASED, time.monotonic(), notes=(NOTE,))
+        turn.pass_on()
+        nesting.start(partial(self._run_nested, handle, opened, outgoing, deadline, turn))
+
+    @nesting.thread
+    def _run_nested(
+        self,
+        handle: SaveHandle,
+        opened: msg.OpenSave,
+        outgoing: Outgoing,
+        deadline: float,
+        turn: Turn,
+    ) -> None:
+        try:
+            turn.wait()
+            self._run(handle, opened, outgoing, deadline, turn)
+        finally:
+            turn.over()
+            self._nested_saves.remove(handle)
+
     def _run(
-        self, handle: SaveHandle, opened: msg.OpenSave, outgoing: Outgoing, deadline: float
+        self,
+        handle: SaveHandle,
+        opened: msg.OpenSave,
+        outgoing: Outgoing,
+        deadline: float,
+        turn: Turn,
     ) -> None:
         from groupio.client.saving import Save
 
@@ -335,7 +436,7 @@ class Client:
         except GroupIOError as error:
             handle._fail(error.with_outcome(Outcome.NOT_COMMITTED))
             return
-        save.run(opened, outgoing.prepared, outgoing.layout)
+        save.run(opened, outgoing.prepared, outgoing.layout, turn.over)
 
     def _failed(self, epoch: int, called_at: float, error: GroupIOError) -> SaveHandle:
         """The handle of a save that failed before it could be begun."""
@@ -355,7 +456,7 @@ class Client:
         if handle.outcome is Outcome.COMMITTED:
             self._rewind_to = None
 
-    def _withdraw(self, opened: msg.OpenSave, error: InvalidInput) -> None:
+    def _withdraw(self, opened: msg.OpenSave, error: GroupIOError) -> None:
         """Let the other members fail now, not at their deadline: this one will not come."""
         if self.world_size == 1:
             return
@@ -412,6 +513,10 @@ class Client:
         if into is not None and not isinstance(into, Mapping):
             raise InvalidInput(f"into is of type {type(into).__name__}; give a mapping of names")
         self.skipped_epochs = []
+        nested = nesting.is_nested()
+        nesting.imported("groupio.client.loading")
+        from groupio.client.loading import Request
+
         if parts is not None:
             from groupio.client.store_parts import load_parts
 
@@ -426,11 +531,15 @@ class Client:
                 deadline=deadline,
                 fallback=fallback,
             )
-        if wanted == "latest":
-            self._settle(deadline)
-        from groupio.client.loading import Request, load_items
-
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
+        return self._load(request, fallback, nested)
+
+    @nesting.call
+    def _load(self, request: Request, fallback: bool, nested: bool) -> dict[str, Any]:
+        from groupio.client.loading import load_items
+
+        if request.epoch == "latest":
+            self._settle(request.deadline, nested)
         with self._open_reader() as reader:
             return load_items(
                 reader,
@@ -439,22 +548,48 @@ class Client:
                 skipped=self.skipped_epochs if fallback else None,
                 on_damage=self._report_damage,
                 client=self,
+                by_agent=not nested,
             )
 
-    def _settle(self, deadline: float) -> None:
-        """Wait until what earlier incarnations staged is decided, if an agent can be asked."""
+    def _settle(self, deadline: float, nested: bool) -> None:
+        """Wait until what earlier incarnations staged is decided, if an agent can be asked.
+
+        A nested call has a thread ask, and waits NESTED_SETTLE_S at most: what is undecided may
+        be the save that it interrupted.
+        """
         if not os.path.isdir(self._path):
             return
+        if not nested:
+            self._ask_settled(deadline)
+            return
+        end = min(deadline, time.monotonic() + NESTED_SETTLE_S)
+        asks = self
+        if any(connection.is_own_thread() for connection in self._connections):
+            place = (self.rank, self.world_size)
+            rest = (self._rewind_to, self.settings, self._where, self._launch_id)
+            asks = Client(self.store, self.job, place, *rest)
+        answer: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                asks._ask_settled(end, nested=True)
+            except GroupIOError as error:
+                log.info("loading what is committed in %s: %s", self.store, error.message)
+            answer.put(None)
+            if asks is not self:
+                asks._close()
+
+        nesting.start(ask)
+        with suppress(queue.Empty):
+            answer.get(timeout=max(end - time.monotonic(), 0.001))
+
+    def _ask_settled(self, deadline: float, *, nested: bool = False) -> None:
         reason = "no agent could be asked"
         for _ in range(_SETTLE_TRIES):
             try:
                 connection = self._connected(deadline - time.monotonic())
-                if connection.is_own_thread():
-                    raise InvalidInput(
-                        'load("latest") was called in a callback, whose thread brings the answer '
-                        "that it waits for; load in another thread"
-                    )
-                error = connection.settle(next(self._ids), deadline - time.monotonic())
+                left = deadline - time.monotonic()
+                error = connection.settle(next(self._ids), left, nested=nested)
             except TimeoutError:
                 raise WaitTimeout(
                     f"epochs that an earlier run staged in {self.store} were not decided in time; "
@@ -472,7 +607,9 @@ class Client:
 
     def _report_damage(self, digests: Sequence[bytes]) -> None:
         """Keep later saves from referring to these chunks; only a running agent has to know."""
-        tell(self._connections, msg.Damaged(tuple(digests)), "damaged chunks")
+        message = msg.Damaged(tuple(digests))
+        # In a thread: this may be a nested call, and is nothing to wait for.
+        nesting.start(lambda: tell(self._connections, message, "damaged chunks"))
 
     def epochs(self) -> list[EpochInfo]:
         """The committed epochs, ascending by epoch and lineage; none for a store not yet made.
@@ -482,6 +619,8 @@ class Client:
         ``damaged_epochs``. StorageError when the store cannot be read.
         """
         self._check_usable("list epochs")
+        nesting.imported("groupio.client.store_reader")
+        nesting.imported("groupio.client.store_parts")
         from groupio.client.store_parts import part_store, parts_in
         from groupio.client.store_reader import StoreReader
 
@@ -518,17 +657,35 @@ class Client:
 
         The wait ends after ``settings.close_timeout_s`` (120 s): what is STAGED by then is
         finished by the agent, and its handles get WaitTimeout. The interpreter's exit does the
-        same for clients that are still open.
+        same for clients that are still open. Inside another call of groupio, in a signal handler
+        or callback, it returns at once, and the client is closed when that call is over.
         """
         if os.getpid() != self._pid:
             return
-        with self._connecting:
-            if self._closed:
-                return
-            self._closed = True
-        for part in self._parts.values():
-            part.close()
+        if nesting.is_nested():
+            self._is_closing = True
+            nesting.start_after_call(self._close, self.settings.close_timeout_s)
+        else:
+            self._close()
+
+    @nesting.call
+    def _close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._close_once()
+
+    def _close_once(self) -> None:
+        self._is_closing = True
+        for part in list(self._parts.values()):
+            part._close()
         end = time.monotonic() + self.settings.close_timeout_s
+        for handle in self._nested_saves.handles():
+            try:
+                handle._wait(Level.DURABLE, max(end - time.monotonic(), 0.0))
+            except GroupIOError:
+                pass  # it stands on the handle
+        with self._connecting:
+            self._closed = True
         for connection in self._connections:
             for save in connection.saves():
                 try:
@@ -546,12 +703,14 @@ class Client:
         living.remove(self)
         self._failures.close()
 
+    @nesting.call
     def _leave_if_idle(self) -> bool:
         """Leave the agent unless something is under way; the next call connects again."""
         if not self._connecting.acquire(blocking=False):
             return False
         try:
-            if any(connection.is_busy for connection in self._connections):
+            is_busy = any(connection.is_busy for connection in self._connections)
+            if is_busy or self._nested_saves.handles():
                 return False
             idle, self._connections = self._connections, []
         finally:
@@ -561,6 +720,7 @@ class Client:
         living.remove(self)
         return True
 
+    @nesting.call
     def _connected(self, timeout_s: float | None = None) -> Connection:
         """The connection to the agent, made anew when there is none; AgentLost if it cannot be."""
         limit = self.settings.connect_timeout_s
@@ -636,13 +796,12 @@ class Client:
                 f"cannot {what}: this client belongs to process {self._pid}, which forked this "
                 "one; call groupio.connect in this process"
             )
-        if self._closed:
+        if self._closed or self._is_closing:
             raise InvalidInput(f"cannot {what}: this client was closed; connect again")
-        if what == "save" and any(c.is_own_thread() for c in self._connections):
-            raise InvalidInput("save was called in a callback; call it from another thread")
 
     def _abandon_in_child(self) -> None:
         self._connecting = threading.Lock()
+        self._closing = threading.Lock()
         for connection in self._connections:
             connection.abandon_in_child()
 

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Reentrant: a nested call may come while its thread counts."""
+
 _paused = [0]
 _was_enabled = [False]
 

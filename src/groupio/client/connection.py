@@ -13,10 +13,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from groupio import wire
 from groupio.agent import spawn
+from groupio.client import nesting
 from groupio.client.foreground import set_aside
 from groupio.errors import AgentLost, GroupIOError, InvalidInput, Outcome, from_wire, to_wire
 from groupio.exhaustion import is_exhaustion, start_some, why
@@ -141,16 +143,32 @@ class Connection:
 
     def send(self, message: msg.ToAgent, timeout_s: float = _SEND_S) -> None:
         """Send a message; AgentLost when the agent is gone or does not read."""
+        while True:
+            try:
+                self._send(message, timeout_s)
+                return
+            except wire.ChannelBusy:
+                # The thread that is sending sees to its own limit; it can be late only while a
+                # signal handler runs in it, and the connection is sound then.
+                if self._lost is not None:
+                    raise _again(self._lost) from None
+
+    def _send(self, message: msg.ToAgent, timeout_s: float) -> None:
         try:
             self._channel.send(message, timeout_s=timeout_s)
+        except wire.ChannelBusy:
+            raise
         except (TimeoutError, ConnectionError, OSError) as error:
             self._lose(f"cannot be reached ({error})")
             raise _again(self._lost) from error
 
-    def settle(self, request_id: int, timeout_s: float) -> GroupIOError | None:
+    def settle(
+        self, request_id: int, timeout_s: float, *, nested: bool = False
+    ) -> GroupIOError | None:
         """Wait until all that earlier incarnations staged is decided; the agent's error if any.
 
-        TimeoutError after ``timeout_s``, AgentLost when the agent ends meanwhile.
+        TimeoutError after ``timeout_s``, AgentLost when the agent ends meanwhile. ``nested``: for
+        a call that may have interrupted one which is sending.
         """
         answer: queue.SimpleQueue[GroupIOError | None] = queue.SimpleQueue()
         with self._lock:
@@ -158,8 +176,9 @@ class Connection:
                 raise _again(self._lost)
             self._settles[request_id] = answer
         try:
-            with set_aside():
-                self.send(msg.Settle(request_id), timeout_s=max(timeout_s, 0.001))
+            with nullcontext() if nested else set_aside():
+                send = self._send if nested else self.send
+                send(msg.Settle(request_id), max(timeout_s, 0.001))
                 error = answer.get(timeout=max(timeout_s, 0.001))
         except queue.Empty:
             raise TimeoutError from None
@@ -209,6 +228,7 @@ class Connection:
 
     # -- the listening thread --------------------------------------------------------------------
 
+    @nesting.thread
     def _listen(self) -> None:
         why = "ended"
         try:
@@ -333,6 +353,7 @@ class Connection:
             self._standby = orders
         self._standby.put(standby)
 
+    @nesting.thread
     def _map_ahead(self, orders: queue.SimpleQueue[msg.Standby | None]) -> None:
         while (order := orders.get()) is not None:
             arena = self._arena
@@ -360,7 +381,7 @@ class Connection:
             self._saves, arena, self._arena = {}, self._arena, None
             standby = self._standby
         self._channel.close()
-        blocked = [save.handle.epoch for save in saves if not save.handle._is_released()]
+        blocked = [save.handle.epoch for save in saves if not save.is_handed_over]
         if blocked and own is None:
             self._on_lost(blocked)
         for save in saves:

@@ -164,8 +164,8 @@ def say_error(text: str) -> None:
     if _is_shown():
         log.error("%s", text)
     else:
-        # stderr may be closed or missing, in a daemon.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        # stderr may be closed or missing, in a daemon, or a signal handler may have interrupted it.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             sys.stderr.write(f"groupio: ERROR: {text}\n")
             sys.stderr.flush()
 

@@ -12,9 +12,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from groupio.client import nesting
 from groupio.errors import GroupIOError, InvalidInput
 from groupio.protocol import messages as msg
 
@@ -28,7 +30,8 @@ class _Process:
     """The intervals of all clients of this process, and how many of its threads load."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # Reentrant: a nested call may come while its thread changes a number here.
+        self.lock = threading.RLock()
         self.intervals: WeakSet[Intervals] = WeakSet()
         self.loading = 0
 
@@ -46,24 +49,28 @@ class Intervals:
             _process.intervals.add(self)
 
     @contextmanager
+    @nesting.call
     def interval(self, share: float) -> Iterator[None]:
         """Within it storage keeps to ``share``, or less where another interval says so."""
-        with self._lock:
-            self._shares.append(share)
-            self._tell()
+        tell_again = self.tell_again
+        if nesting.is_nested():
+            tell_again = partial(nesting.start, tell_again)
+        self._shares.append(share)
+        tell_again()
         try:
             yield
         finally:
-            with self._lock:
-                self._shares.remove(share)
-                self._tell()
+            self._shares.remove(share)
+            tell_again()
 
+    @nesting.call
     def greet(self, connection: Connection) -> None:
         """Tell an agent that is new to this client of an interval that is open."""
         with self._lock:
             if self._told is not None:
                 tell([connection], msg.Foreground(self._told), "a foreground interval")
 
+    @nesting.call
     def tell_again(self) -> None:
         """Whether intervals count may have changed."""
         with self._lock:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from groupio.client import nesting
 from groupio.errors import (
     GroupIOError,
     InvalidInput,
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from groupio.client.failures import Failures
 
 log = logging.getLogger("groupio.client")
+
+NESTED_WAIT_S = 60.0
+"""In a call that interrupted another one of groupio, a wait without a limit ends after this."""
 
 DOOR_WAIT_S = 60.0
 """A wait for DURABLE waits so much longer for the door of the epoch, where one was asked for."""
@@ -74,6 +78,8 @@ class SaveHandle:
         self._was_read = False
         """Whether the caller has read the error."""
         self._failures = failures
+        self._hurry: Callable[[], None] = lambda: None
+        """Called when a nested call waits for a nested save."""
         self._callbacks: list[tuple[Level, Callable[[SaveHandle], Any]]] = []
         self._listener: threading.Thread | None = None
         self._door_pending = False
@@ -86,6 +92,7 @@ class SaveHandle:
         return self._epoch
 
     @property
+    @nesting.call
     def error(self) -> GroupIOError | None:
         """Why the save failed; None while it has not. A skipped save has not failed."""
         with self._condition:
@@ -95,12 +102,14 @@ class SaveHandle:
             return self._error
 
     @property
+    @nesting.call
     def skipped(self) -> bool:
         """True when ``when_full="skip"`` left this epoch out because the memory was full."""
         with self._condition:
             return self._is_skipped()
 
     @property
+    @nesting.call
     def outcome(self) -> Outcome:
         """What is known of the epoch: "committed", "not_committed", or "unknown" (yet)."""
         with self._condition:
@@ -109,6 +118,7 @@ class SaveHandle:
             return Outcome.UNKNOWN if self._error is None else self._error.outcome
 
     @property
+    @nesting.call
     def times(self) -> Timeline:
         """When each level was reached, in seconds since the call; None: not reached (yet)."""
         with self._condition:
@@ -148,6 +158,7 @@ class SaveHandle:
 
     # -- waiting ---------------------------------------------------------------------------------
 
+    @nesting.call
     def wait(self, level: str = "durable", timeout_s: float | None = None) -> Timeline:
         """Wait until the save reached ``level``, and say when each level was reached.
 
@@ -156,7 +167,12 @@ class SaveHandle:
         is known that there are fewer failure domains than the settings ask for. Without
         ``timeout_s`` it waits as long as the agent lives. A save that asked for a door waits for
         that too once it is DURABLE, at most DOOR_WAIT_S; without a door the notes say why.
+        In a signal handler that interrupted another call of groupio it waits NESTED_WAIT_S at
+        most: that call may hold what the save needs. In a callback it cannot wait (InvalidInput).
         """
+        if nesting.is_nested():
+            self._hurry()
+            timeout_s = NESTED_WAIT_S if timeout_s is None else timeout_s
         try:
             return self._wait(level, timeout_s)
         except GroupIOError as error:
@@ -209,6 +225,7 @@ class SaveHandle:
                 return
             self._condition.wait(left)
 
+    @nesting.call
     def add_done_callback(self, level: str, fn: Callable[[SaveHandle], Any]) -> None:
         """Call ``fn(handle)`` once: when ``level`` is reached, or when the save failed.
 
@@ -339,10 +356,9 @@ class SaveHandle:
         with self._condition:
             return self._door_pending
 
-    def _is_released(self) -> bool:
-        """The call that saves returned, or will without further news."""
+    def _has_failed(self) -> bool:
         with self._condition:
-            return self._error is not None or Level.RELEASED in self._reached
+            return self._error is not None
 
     def _abandon_in_child(self) -> None:
         self._condition = threading.Condition()

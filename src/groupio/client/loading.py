@@ -40,14 +40,15 @@ def load_items(
     skipped: list[tuple[int, str]] | None,
     on_damage: Callable[[Sequence[bytes]], None],
     client: Client,
+    by_agent: bool,
 ) -> dict[str, Any]:
     """The items of one member; see :meth:`groupio.client.client.Client.load`.
 
     With a list ``skipped`` a damaged epoch is noted there and the next older one is tried; when
     none is intact, the error of the first stands for all. Without, damage raises at once.
-    Where ``client`` has an agent that brings chunks, they come through it.
+    With ``by_agent`` chunks come through the agent of ``client``, where that brings any.
     """
-    through = through_agent(client)
+    through = through_agent(client) if by_agent else None
     names = request.names
     names = names if names is None or isinstance(names, str) else list(names)
     first_error: GroupIOError | None = None

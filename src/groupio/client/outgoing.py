@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from groupio.client.arguments import check_patterns
+from groupio.client.copying import copy_range
 from groupio.client.forms import Form
+from groupio.client.sources import Flat
 from groupio.client.values import Prepared, prepare
 from groupio.format.items import encode_items, items_id
 from groupio.model import ItemSpec
@@ -24,6 +28,22 @@ class Outgoing:
     table: bytes
     items_id: bytes
     layout: Layout
+
+    def detached(self) -> Outgoing:
+        """The same with the bytes copied: the caller may change what it gave.
+
+        MemoryError when there is no room for the copy.
+        """
+        size = self.layout.total_bytes
+        memory = np.empty(max(size, 1), np.uint8)
+        address = int(memory.ctypes.data)
+        copy_range(self.prepared, self.layout, 0, size, address, lambda: False)
+        starts = self.layout.item_start.tolist()
+        sources = tuple(
+            Flat(address + start, memory) if spec.nbytes and spec.alias < 0 else None
+            for spec, start in zip(self.prepared.specs, starts, strict=True)
+        )
+        return replace(self, prepared=Prepared(self.prepared.specs, sources))
 
 
 class Packer:

@@ -68,17 +68,32 @@ class Save:
         self._grants: deque[tuple[msg.Grant, ClientArena]] = deque()
         self._failed = False
         self._copying = False
+        self._handed_over = False
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the agent has all bytes, or the save failed."""
+        return self._handed_over or self._failed or self.handle._has_failed()
 
     # -- the calling thread ----------------------------------------------------------------------
 
-    def run(self, opened: msg.OpenSave, prepared: Prepared, layout: Layout) -> None:
+    def run(
+        self,
+        opened: msg.OpenSave,
+        prepared: Prepared,
+        layout: Layout,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
         """Send ``opened``, then copy until the last wave is handed over or the save failed.
+
+        ``on_open`` is called once ``opened`` is sent.
 
         Never raises an error of groupio: it goes to the handle. Anything else (an interrupt) is
         raised after the agent was told that this member does not go on.
         """
         try:
             self._send(opened)
+            on_open()
             while self._copy_next_wave(prepared, layout):
                 pass
         except GroupIOError as error:
@@ -129,6 +144,7 @@ class Save:
         self._send(msg.Copied(self.save_id, grant.wave))
         if grant.wave + 1 < grant.waves:
             return True
+        self._handed_over = True
         self.handle._reach(Level.RELEASED, copied_at, notes=_wave_notes(grant.waves))
         return False
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from groupio.client import nesting
 from groupio.client.address import recorded_job, store_address
 from groupio.errors import FormatError, IntegrityError, InvalidInput, NotFound
 
@@ -173,7 +174,7 @@ def load_parts(
     clients = {part: client if part is None else client._part(part) for part in wanted}
     if epoch == "latest":
         for one in clients.values():
-            one._settle(deadline)
+            one._settle(deadline, nesting.is_nested())
     stores = {part: one.store for part, one in clients.items()}
     limits = [one._rewind_to for one in clients.values() if one._rewind_to is not None]
     skipped: list[tuple[int, str]] = []

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import groupio
+from groupio.client import nesting
 from groupio.client.address import refuse_checkpoint, store_address
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import connect_ahead
@@ -22,12 +25,14 @@ from groupio.client.handle import SaveHandle
 from groupio.client.lineage import Origin
 from groupio.client.store_parts import PartStore
 from groupio.controller.discover import Kind, find_controller
-from groupio.errors import LateMember
+from groupio.errors import InvalidInput, LateMember
 from groupio.model import DecisionKey
 from groupio.settings import Settings
 from groupio.torch.members import Members, is_living, leave
 
-_lock = threading.Lock()
+# A signal handler may come, and save, anywhere in here: the lock is reentrant, what it protects
+# is sound between any two operations, and nothing waits or connects with it held.
+_lock = threading.RLock()
 
 
 class _Place(NamedTuple):
@@ -48,10 +53,10 @@ class _Entry:
     has_saved: bool = False
 
 
-_clients: dict[_Key, _Entry] = {}
+_clients: OrderedDict[_Key, _Entry] = OrderedDict()
 """Those used last at the end."""
 
-_origins: dict[_Place, Origin] = {}
+_origins: OrderedDict[_Place, Origin] = OrderedDict()
 """What was loaded and is not saved after yet, of the clients of each place; the last used ones."""
 
 STORES_KEPT = 4
@@ -76,7 +81,7 @@ def client_for(
     refuse_checkpoint(place.where)
     key = _Key(place, members.launch_id)
     with _lock:
-        entry = _clients.pop(key, None)
+        made, entry = None, _clients.get(key)
         if entry is None:
             client = unconnected(
                 place.where,
@@ -85,12 +90,29 @@ def client_for(
                 world_size=place.world_size,
                 launch_id=key.launch_id,
             )
-            entry = _Entry((connect_now if connected else connect_ahead)(client))
+            made = _Entry(client)
+            entry = _clients.setdefault(key, made)
         entry.has_saved |= saves
         entry.client._origin = _origin(place)
-        _clients[key] = entry
-    _leave_unused(key if saves else None)
+        with suppress(KeyError):
+            _clients.move_to_end(key)
+    if made is not None and entry is made:
+        _connect(key, made, connected)
+    elif made is not None:
+        made.client.close()
+    if not nesting.is_nested():
+        _leave_unused(key if saves else None)
     return entry.client
+
+
+def _connect(key: _Key, entry: _Entry, connected: bool) -> None:
+    try:
+        (connect_now if connected else connect_ahead)(entry.client)
+    except InvalidInput:
+        with _lock:
+            if _clients.get(key) is entry:
+                del _clients[key]
+        raise
 
 
 def _leave_unused(saving: _Key | None) -> None:
@@ -100,10 +122,10 @@ def _leave_unused(saving: _Key | None) -> None:
     What those still have in flight keeps its handles and is decided without them.
     """
     with _lock:
-        own = [key for key in _clients if key.place.pid == os.getpid()]
+        own = [key for key in list(_clients) if key.place.pid == os.getpid()]
         unused = set(own[:-STORES_KEPT])
         for key in own:
-            if saving is None or key.launch_id == saving.launch_id:
+            if saving is None or key.launch_id == saving.launch_id or key not in _clients:
                 continue
             if key.place.where != saving.place.where:
                 continue
@@ -111,7 +133,8 @@ def _leave_unused(saving: _Key | None) -> None:
                 leave(key.launch_id)
             if _clients[key].has_saved or not is_living(key.launch_id):
                 unused.add(key)
-        entries = {key: _clients[key] for key in own if key in unused}
+        found = {key: _clients.get(key) for key in own if key in unused}
+        entries = {key: entry for key, entry in found.items() if entry is not None}
     for key, entry in entries.items():
         if entry.client._leave_if_idle():
             with _lock:
@@ -146,10 +169,11 @@ def note_loaded(store: Any, members: Members, loaded: DecisionKey | None) -> Non
 
 def _origin(place: _Place) -> Origin:
     """What was loaded is known to all clients of the place, and to those that are still to come."""
-    origin = _origins.pop(place, None) or Origin()
-    _origins[place] = origin
-    if len(_origins) > ORIGINS_KEPT:
-        del _origins[next(iter(_origins))]
+    origin = _origins.setdefault(place, Origin())
+    with suppress(KeyError):
+        _origins.move_to_end(place)
+        if len(_origins) > ORIGINS_KEPT:
+            _origins.popitem(last=False)
     return origin
 
 
@@ -173,7 +197,8 @@ def agent_read(store: Any, members: Members) -> AgentRead | None:
 def open_clients() -> list[groupio.Client]:
     """The clients of this process."""
     with _lock:
-        return [entry.client for key, entry in _clients.items() if key.place.pid == os.getpid()]
+        entries = list(_clients.items())
+        return [entry.client for key, entry in entries if key.place.pid == os.getpid()]
 
 
 def close() -> None:
@@ -183,15 +208,17 @@ def close() -> None:
     """
     with _lock:
         pid = os.getpid()
-        own = [key for key in _clients if key.place.pid == pid]
-        clients = [_clients.pop(key).client for key in own]
+        own = [(k, e.client) for k, e in list(_clients.items()) if k.place.pid == pid]
+        for key, _ in own:
+            _clients.pop(key, None)
+    clients = [client for _, client in own]
     for client in clients:
         client.close()
 
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

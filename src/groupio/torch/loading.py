@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 
 import groupio
+from groupio.client import nesting
 from groupio.client.agent_read import AgentRead, through_agent
 from groupio.client.ahead import expect_save
 from groupio.client.arguments import check_epoch
@@ -111,19 +112,32 @@ def load(
     ``set_state_dict``.
     """
     check_no_fake_mode("groupio.torch.load")
-    if parts is not None:
-        return _load_parts(
-            state_dict,
-            store,
-            step,
-            parts,
-            process_group=process_group,
-            strict=strict,
-            fallback=fallback,
+    nested = nesting.is_nested() or nesting.is_inside(load)
+    if nested and (members := find_members(process_group)).world_size > 1:
+        raise InvalidInput(
+            f"rank {members.rank} called load inside another call of groupio, in a signal handler "
+            "or callback, where the ranks cannot agree; load after that call"
         )
+    how: dict[str, Any] = {"process_group": process_group, "strict": strict, "nested": nested}
+    if parts is not None:
+        return _load_parts(state_dict, store, step, parts, fallback=fallback, **how)
+    return _load_one(state_dict, store, step, fallback=fallback, **how)
+
+
+def _load_one(
+    state_dict: dict[Any, Any],
+    store: str | os.PathLike[str],
+    step: int | str,
+    *,
+    process_group: dist.ProcessGroup | None,
+    strict: bool,
+    nested: bool,
+    fallback: bool = False,
+) -> LoadReport:
     members = find_members(process_group)
     asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
-    with collection_paused(), set_aside():
+    # A nested call sends nothing over the connection that it may have interrupted.
+    with collection_paused(), nullcontext() if nested else set_aside():
         request = _requested(state_dict, store, asked)
         council = _meet(members, request)
 
@@ -163,6 +177,7 @@ def _load_parts(
     *,
     process_group: dist.ProcessGroup | None,
     strict: bool,
+    nested: bool,
     fallback: bool,
 ) -> LoadReport:
     """Load each part from the newest step that rank 0 finds committed, and all find intact."""
@@ -183,7 +198,7 @@ def _load_parts(
         clients = {p: client_for(s, members, connected=False) for p, s in stores.items()}
         if step == "latest":
             for client in clients.values():
-                client._settle(time.monotonic() + AGREE_S)
+                client._settle(time.monotonic() + AGREE_S, nesting.is_nested())
         places = {part: client.store for part, client in clients.items()}
         found = steps_in_all(places, step, None, older=fallback)
         steps = list(islice(found, PARTS_TRIES if fallback else 1))
@@ -198,12 +213,13 @@ def _load_parts(
             reports = [
                 (
                     part,
-                    load(
+                    _load_one(
                         state_dict[part],
                         one,
-                        step=number,
+                        number,
                         process_group=process_group,
                         strict=strict,
+                        nested=nested,
                     ),
                 )
                 for part, one in stores.items()
@@ -262,7 +278,8 @@ def _load(
             ready = job.opinion(job.check, choice)
             if not isinstance(ready, GroupIOError):
                 ready["linked"] = host.linked()
-                ready["agent"] = not by_group and through_agent(client) is not None
+                direct = by_group or nesting.is_nested()
+                ready["agent"] = not direct and through_agent(client) is not None
             choice = council.decide(ready, chooser.checked)
             job.join(host, choice["linked"])
             if choice["again"]:
@@ -482,7 +499,7 @@ class _Chooser:
         self._step = asked[0]["step"]
         assert isinstance(self._job, _Load)
         if self._step == "latest":
-            self._job.client._settle(time.monotonic() + AGREE_S)
+            self._job.client._settle(time.monotonic() + AGREE_S, nesting.is_nested())
         return self._choose() | {"where": [opinion["where"] for opinion in opinions]}
 
     def checked(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:

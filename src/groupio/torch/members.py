@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -46,8 +46,8 @@ VERDICT_MARGIN_S = 15.0
 SETS_REMEMBERED = 64
 """How many sets of members a process remembers that it belonged to, the newest ones."""
 
-_PAUSE_S = (0.002, 0.05)
-"""Rank 0 looks for members that are to come at intervals that grow from the first to the second."""
+_PAUSE_S, _PAUSE_GROWTH, _LONGEST_PAUSE_S = 0.0001, 1.1, 0.05
+"""Rank 0 looks for a key again after about a tenth of the time for which it has waited."""
 
 
 class _Instance:
@@ -242,8 +242,7 @@ class Council:
         calls: dict[int, dict[str, Any]] = {}
         here: set[int] = set()
         others = range(1, self.members.world_size)
-        pause, longest = _PAUSE_S
-        while True:
+        for pause in _pauses():
             is_over = time.monotonic() > end
             for rank in others:
                 call = self._found(f"{self._prefix}/{rank}")
@@ -258,7 +257,6 @@ class Council:
             if len(here) == len(others) or is_over:
                 break
             time.sleep(pause)
-            pause = min(pause * 1.5, longest)
         result = f"{self._prefix}/{nonce}/launch"
         missing = [rank for rank in others if rank not in here]
         if missing:
@@ -347,21 +345,23 @@ class Council:
         end = time.monotonic() + self.deadline_s
         found: dict[int, dict[str, Any]] = {}
         waiting = list(range(1, self.members.world_size))
+        pauses = _pauses()
         while waiting:
             # After the deadline whoever has answered by now still counts.
             left = max(end - time.monotonic(), 0.01)
             late = left <= 0.01
-            opinion = self._get(str(waiting[0]), min(left, _LOOK_S))
+            opinion = self._look(self._key(str(waiting[0])), min(left, _LOOK_S), pauses)
             answered = [waiting[0]] if opinion is not None else []
             if opinion is None:
                 answered = [rank for rank in waiting[1:] if self._has(str(rank))]
             for rank in answered:
-                one = opinion if opinion is not None else self._get(str(rank), left)
+                one = opinion if opinion is not None else self._found(self._key(str(rank)))
                 assert one is not None
                 if "error" in one:
                     raise _of_member(rank, from_wire(one["error"]))
                 found[rank] = one
-            waiting = [rank for rank in waiting if rank not in found]
+            if answered:
+                waiting, pauses = [rank for rank in waiting if rank not in found], _pauses()
             if late and not answered:
                 break
         if waiting:
@@ -370,7 +370,7 @@ class Council:
 
     def _hear(self) -> dict[str, Any]:
         limit = self.deadline_s + VERDICT_MARGIN_S
-        verdict = self._get("verdict", limit)
+        verdict = self._wait(self._key("verdict"), limit)
         if verdict is None:
             raise self._absent([0], "did not answer", limit)
         return verdict
@@ -383,10 +383,6 @@ class Council:
 
     def _has(self, name: str) -> bool:
         return self._check(self._key(name))
-
-    def _get(self, name: str, timeout_s: float) -> dict[str, Any] | None:
-        """What a member put under ``name``; None when it did not in time."""
-        return self._wait(self._key(name), timeout_s)
 
     # -- the store ---------------------------------------------------------
 
@@ -404,20 +400,47 @@ class Council:
 
     def _found(self, key: str) -> dict[str, Any] | None:
         """What stands under ``key`` now."""
-        return self._wait(key, 60.0) if self._check(key) else None
+        return self._read(key) if self._check(key) else None
+
+    def _look(self, key: str, timeout_s: float, pauses: Iterator[float]) -> dict[str, Any] | None:
+        """What stands under ``key``; None when there is nothing in time. For rank 0.
+
+        A wait of torch's store would log a warning with a stack trace each time it is over.
+        """
+        end = time.monotonic() + timeout_s
+        while (found := self._found(key)) is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(next(pauses), left))
+        return found
 
     def _wait(self, key: str, timeout_s: float) -> dict[str, Any] | None:
-        """What stands under ``key``; None when there is nothing in time."""
+        """What stands under ``key``; None when there is nothing in time.
+
+        The store answers once the key is there, so it serves any number of members that wait.
+        """
         end = time.monotonic() + timeout_s
-        store = _store_of(self.members.group)
         try:
-            store.wait([key], timedelta(seconds=timeout_s))
-            value: dict[str, Any] = msgspec.msgpack.decode(store.get(key))
+            _store_of(self.members.group).wait([key], timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch has one type for "too late" and "no connection"
             if time.monotonic() >= end - 0.005:
                 return None
             raise _unreachable(error) from error
+        return self._read(key)
+
+    def _read(self, key: str) -> dict[str, Any]:
+        """What stands under ``key``, which is there."""
+        try:
+            value: dict[str, Any] = msgspec.msgpack.decode(_store_of(self.members.group).get(key))
+        except RuntimeError as error:
+            raise _unreachable(error) from error
         return value
+
+
+def _pauses() -> Iterator[float]:
+    """How long to pause before each next look, without end."""
+    pause = _PAUSE_S
+    while True:
+        yield pause
+        pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
 
 
 def _store_of(group: Any) -> Any:

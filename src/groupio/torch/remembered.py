@@ -3,7 +3,8 @@ and the names of its leaves are kept, without the values, and used again where t
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,8 +58,8 @@ class Remembered:
     """Trees of earlier state dicts. Thread-safe: a tree that is in use is not in here."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._trees: list[Tree] = []
+        # Single operations of a deque: a signal handler may come, and save, between any two.
+        self._trees: deque[Tree] = deque(maxlen=KEPT)
 
     @contextmanager
     def flattened(self, state_dict: Mapping[Any, Any]) -> Iterator[Tree]:
@@ -72,12 +73,13 @@ class Remembered:
         finally:
             tree.forget_values()
             tree.notes = {}
-            with self._lock:
-                self._trees = [tree, *self._trees[: KEPT - 1]]
+            self._trees.appendleft(tree)
 
     def _known(self, state_dict: Mapping[Any, Any]) -> Tree | None:
-        with self._lock:
-            trees, self._trees = self._trees, []
+        trees: list[Tree] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                trees.append(self._trees.popleft())
         found = None
         try:
             for tree in trees:
@@ -86,8 +88,7 @@ class Remembered:
                     break
                 tree.forget_values()
         finally:
-            with self._lock:
-                self._trees += [tree for tree in trees if tree is not found]
+            self._trees.extend(tree for tree in trees if tree is not found)
         return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from groupio.client import nesting
 from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.client import Client
 from groupio.client.handle import SaveHandle
@@ -134,7 +135,8 @@ def _save(
     """Meet the others where that is needed, tell of earlier failures, and save."""
     called_at = time.monotonic()
     failed: GroupIOError | None = None
-    if on_error == "raise":
+    # The ranks of a nested call cannot agree: a handler never raises for being one.
+    if on_error == "raise" and not nesting.is_nested():
         council = Council.meet(members, deadline_s, "save")
         members = council.members
         _raise_earlier(client_for(store, members, saves=True), council)

@@ -132,7 +132,7 @@ class GroupStorageWriter(FileSystemWriter):
         self._deadline_s = check_deadline(deadline_s)
         self._rewind_to = None if rewind_to is None else check_epoch(rewind_to, "rewind_to")
         self._thread = threading.local()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: Staging | None = None
 
     def __reduce__(self) -> NoReturn:
