@@ -98,6 +98,16 @@ def test_notes_come_back() -> None:
     assert [leaf.note for leaf in back.leaves()] == ["float4_e2m1fn_x2", ""]
 
 
+def test_leaves_that_are_whole_come_back() -> None:
+    root = Branch((), "dict")
+    root.children["a"] = Leaf((Step("a", False),), whole=True)
+    root.children["b"] = Leaf((Step("b", False),))
+    tokens = encode_structure(root)
+    assert tokens == [2, "{", 2, "a", "#", "b", "="]
+    back = decode_structure(tokens)
+    assert [(leaf.name, leaf.whole) for leaf in back.leaves()] == [("a", True), ("b", False)]
+
+
 def test_the_record_stays_as_it_is() -> None:
     tokens = encode_structure(tree({"a": [1, (2,)], "o": OrderedDict({3: 4})}))
     assert tokens == [1, "{", 2, "a", "[", 2, "=", "(", 1, "=", "o", "{o", 1, 3, "="]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch_epochs import saved_by
 
-from groupio.client.parts import Catalogue
+from groupio.client.parts import Catalogue, Saved
 from groupio.errors import InvalidInput
-from groupio.format.codec import decode_plain
+from groupio.format.codec import Converted, decode_plain
 from groupio.format.structure import STRUCTURE, decode_structure, encode_structure
 from groupio.torch.flatten import flatten
 from groupio.torch.matching import Matching, match, template_of
@@ -20,7 +20,12 @@ from groupio.torch.saving import items_of
 def compare(here: Any, saved: Any) -> Matching:
     items = items_of(saved)
     tree = decode_structure(decode_plain(items[STRUCTURE].data))
-    return match(template_of(here), tree, Catalogue(saved_by(items), 0))
+    parts = Catalogue(saved_by(items), 0)
+
+    def read(saved: Saved, converted: list[Converted]) -> Any:
+        return decode_plain(items[saved.spec.name].data, converted)
+
+    return match(template_of(here), tree, parts, read)
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

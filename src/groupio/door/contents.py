@@ -197,7 +197,8 @@ class _Collector:
         return found
 
     def _add_wholes(self, found: Contents, values: dict[str, Any]) -> None:
-        """Where mappings without tensors have keys that are no str, show such mappings whole too.
+        """Show the other mappings without tensors whole too, where one was saved whole, or has keys
+        that are no str.
 
         The names of DCP have every key as text, and torch's planner would put ``"5"`` beside ``5``.
         Until torch 2.3 a mapping without tensors was one value under its own name; later planners
@@ -206,7 +207,8 @@ class _Collector:
         """
         trees = [*self._roots, *self._key_trees]
         wholes = [node for root in trees for node in _without_tensors(root, self._tensors)]
-        if not any(_has_other_keys(node) for node in wholes):
+        one_is_whole = any(leaf.whole for root in self._roots for leaf in root.leaves())
+        if not one_is_whole and not any(_has_other_keys(node) for node in wholes):
             return
         for node in wholes:
             name = _joined(node)

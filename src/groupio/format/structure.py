@@ -4,6 +4,8 @@ Names are those that ``torch.distributed.checkpoint`` gives (its FQNs): the keys
 and the indexes of traversed lists, joined by dots. Where such a name is no item name or stands for
 two leaves (``{"a.b": x, "a": {"b": y}}``, ``{1: x, "1": y}``), every leaf concerned is named by its
 path instead; the structure record keeps the paths apart and the types of the keys.
+
+A large container without tensors is one leaf, whole, under its own name: its item has all of it.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ _OPEN_NEWER = {
 _KINDS = {token: kind for kind, token in (_OPEN | _OPEN_NEWER).items()}
 _KEYED = frozenset(kind for token, kind in _KINDS.items() if token.startswith("{"))
 _LEAF = "="
+_WHOLE = "#"
 _DETAIL = "+"
 
 
@@ -70,12 +73,16 @@ Path = tuple[Step, ...]
 
 @dataclass(slots=True)
 class Leaf:
-    """A value of the state dict. ``note`` is what its item table cannot say, usually nothing."""
+    """A value of the state dict. ``note`` is what its item table cannot say, usually nothing.
+
+    ``whole``: the value is a large container without tensors, which is not taken apart.
+    """
 
     path: Path
     value: Any = None
     name: str = ""
     note: str = ""
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -245,8 +252,8 @@ def _is_item_name(name: str) -> bool:
 def _write(node: Branch | Leaf, tokens: list[Any]) -> bool:
     """Whether the record is one of the newer version."""
     if isinstance(node, Leaf):
-        tokens.append(_LEAF + node.note)
-        return False
+        tokens.append(_WHOLE if node.whole else _LEAF + node.note)
+        return node.whole
     newer = node.detail is not None or node.was != "" or node.kind in _OPEN_NEWER
     if node.detail is not None or node.was:
         tokens += (_DETAIL, (node.detail, node.was))
@@ -265,6 +272,8 @@ def _read(tokens: Iterator[Any], path: Path, depth: int) -> Branch | Leaf:
         raise ValueError("not a node")
     if token.startswith(_LEAF):
         return Leaf(path, note=token[len(_LEAF) :])
+    if token == _WHOLE:
+        return Leaf(path, whole=True)
     detail: Any = None
     was = ""
     if token == _DETAIL:

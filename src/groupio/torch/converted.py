@@ -4,6 +4,7 @@ the classes that the caller's own state dict has for what was loaded."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -69,18 +70,36 @@ class ConvertedNotes:
 
 def adopt(here: Any, loaded: Any) -> Any:
     """``loaded`` with the named tuples of ``here``, the value that it replaces, where they fit."""
+    return _adopted(here, loaded) if _holds_named_tuple(loaded) else loaded
+
+
+def _holds_named_tuple(loaded: Any) -> bool:
+    level = [loaded]
+    while level:
+        kinds = set(map(type, level))
+        if any(issubclass(kind, tuple) and hasattr(kind, "_fields") for kind in kinds):
+            return True
+        mappings = {kind for kind in kinds if issubclass(kind, dict)}
+        others = {kind for kind in kinds if issubclass(kind, tuple | list)}
+        inner = [one.values() for one in level if type(one) in mappings]
+        inner += [one for one in level if type(one) in others]
+        level = list(chain.from_iterable(inner))
+    return False
+
+
+def _adopted(here: Any, loaded: Any) -> Any:
     if type(loaded) in ATOMS:
         return loaded
     if isinstance(loaded, tuple) and isinstance(here, tuple):
-        values = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
+        values = [_adopted(*pair) for pair in zip(here, loaded, strict=False)]
         values += loaded[len(here) :]
         cls: Any = type(here) if _same_fields(here, loaded) else type(loaded)
         return cls._make(values) if is_named_tuple(cls) else tuple(values)
     if type(here) is type(loaded) is list:
-        loaded[: len(here)] = [adopt(*pair) for pair in zip(here, loaded, strict=False)]
+        loaded[: len(here)] = [_adopted(*pair) for pair in zip(here, loaded, strict=False)]
     elif isinstance(here, Mapping) and isinstance(loaded, dict):
         for key in loaded.keys() & here.keys():
-            loaded[key] = adopt(here[key], loaded[key])
+            loaded[key] = _adopted(here[key], loaded[key])
     return loaded
 
 

@@ -1,13 +1,14 @@
 """A nested state dict as named leaves; :mod:`groupio.format.structure` has the record of it.
 
 Lists are traversed when they hold mappings or tensors, so ``param_groups.0.lr`` is a leaf and
-``betas`` is one too.
+``betas`` is one too. A large container without tensors or arrays is one leaf, whole.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,17 @@ import torch
 from groupio.errors import InvalidInput
 from groupio.format.codec import encode_plain
 from groupio.format.containers import kind_of as container_kind
-from groupio.format.containers import known_base
+from groupio.format.containers import kind_of_class, known_base
 from groupio.format.structure import DEPTH_MAX, Branch, Leaf, Path, Step, name_leaves, path_text
 
 KEY_TYPES = (str, int, bool, float, bytes, type(None))
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+WHOLE_FROM = 4096
+"""A container without tensors whose mappings have so many entries in all is one leaf."""
+
+WHOLE_BYTES_MAX = 1 << 28
+"""No container is one leaf whose texts and bytes are longer than this together."""
 
 
 def flatten(state_dict: Mapping[Any, Any]) -> Branch:
@@ -33,9 +40,17 @@ def flatten(state_dict: Mapping[Any, Any]) -> Branch:
         raise InvalidInput(
             f"the state dict is a {type_text(state_dict)}; give a dict that maps names to values"
         )
-    root = _branch((), state_dict)
+    root = _branch((), state_dict, wholes=True)
     name_leaves(list(root.leaves()))
     return root
+
+
+def taken_apart(path: Path, value: Any) -> Branch:
+    """The tree of a container at ``path``, each value in it a leaf. The leaves have no names.
+
+    Raises InvalidInput as :func:`flatten`.
+    """
+    return _branch(path, value, wholes=False)
 
 
 def type_text(value: Any) -> str:
@@ -144,7 +159,7 @@ def _entered(path: Path, value: Any, around: tuple[int, ...]) -> tuple[int, ...]
     return (*around, id(value))
 
 
-def _branch(path: Path, value: Any, around: tuple[int, ...] = ()) -> Branch:
+def _branch(path: Path, value: Any, around: tuple[int, ...] = (), *, wholes: bool) -> Branch:
     around = _entered(path, value, around)
     items: Iterator[tuple[Step, Any]]
     if isinstance(value, Mapping):
@@ -159,10 +174,12 @@ def _branch(path: Path, value: Any, around: tuple[int, ...] = ()) -> Branch:
         node: Branch | Leaf
         if isinstance(child, torch.Tensor):  # first: there are many, and the other checks are slow
             node = Leaf(below, child)
-        elif is_branch(below, child):
-            node = _branch(below, child, around)
-        else:
+        elif not is_branch(below, child):
             node = leaf_of(below, child)
+        elif wholes and is_whole(child):
+            node = Leaf(below, child, whole=True)
+        else:
+            node = _branch(below, child, around, wholes=wholes)
         branch.children[part.key] = node
     return branch
 
@@ -201,13 +218,78 @@ def _holds_parts(
     around = (*around, id(values))
     if any(issubclass(kind, torch.Tensor | Mapping) for kind in kinds):
         return True
-    if not any(issubclass(kind, sequences) for kind in kinds):
+    nested = {kind for kind in kinds if issubclass(kind, sequences)}
+    inner = chain.from_iterable(value for value in values if type(value) in nested)
+    if set(map(type, inner)) <= _ATOMS:
         return False
     return any(
         _holds_parts(path, value, around, sequences)
         for value in values
         if type(value) not in _ATOMS and isinstance(value, sequences)
     )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is one leaf although it is a mapping, or a sequence that holds one.
+
+    It is large, and :func:`groupio.format.codec.encode_plain` writes it as columns. What it could
+    not write, or would have to copy at length (arrays, long texts), is taken apart.
+    """
+    seen = {id(value): value}
+    level = [value]
+    entries = size = 0
+    for _ in range(DEPTH_MAX):
+        classes = set(map(type, level))
+        keyed = {cls for cls in classes if issubclass(cls, Mapping)}
+        indexed = {cls for cls in classes - keyed if issubclass(cls, _SEQUENCES)}
+        mappings = [one for one in level if type(one) in keyed]
+        entries += sum(map(len, mappings))
+        if not _are_keys(mappings):
+            return False
+        if OrderedDict in keyed and any(getattr(one, "_metadata", None) for one in mappings):
+            return False
+        lists = [one for one in level if type(one) in indexed]
+        inner = list(chain(chain.from_iterable(one.values() for one in mappings), *lists))
+        kinds = set(map(type, inner))
+        if not all(map(_is_plain_class, kinds)):
+            return False
+        texts = kinds & _TEXTS
+        size += sum(len(one) for one in inner if type(one) in texts) if texts else 0
+        if size > WHOLE_BYTES_MAX:
+            return False
+        below = {kind for kind in kinds if issubclass(kind, (Mapping, *_SEQUENCES))}
+        found = {id(one): one for one in inner if type(one) in below} if below else {}
+        level = [one for key, one in found.items() if key not in seen]
+        seen |= found
+        if not level:
+            return entries >= WHOLE_FROM
+    return False
+
+
+_TEXTS = frozenset((str, bytes))
+
+
+def _is_plain_class(cls: type) -> bool:
+    if cls in _ATOMS:
+        return True
+    if issubclass(cls, torch.Tensor | np.ndarray):
+        return False
+    is_known = kind_of_class(cls) is not None or known_base(cls) is not None
+    return is_known or issubclass(cls, np.generic)
+
+
+def _are_keys(mappings: Iterable[Mapping[Any, Any]]) -> bool:
+    plain = frozenset((str, int, bool, bytes, type(None)))
+    kinds = set(map(type, chain.from_iterable(mappings)))
+    if kinds <= plain:
+        return True
+    try:
+        for key in chain.from_iterable(mappings):
+            if type(key) not in plain:
+                _checked_key((), key)
+    except InvalidInput:
+        return False
+    return True
 
 
 def leaf_of(path: Path, value: Any) -> Leaf:

@@ -43,7 +43,7 @@ from groupio.errors import (
 )
 from groupio.format.codec import Converted
 from groupio.format.manifest import ManifestReader
-from groupio.format.structure import Branch, Leaf, path_text
+from groupio.format.structure import Branch, path_text
 from groupio.model import DecisionKey
 from groupio.torch.clients import check_store, client_for, note_loaded
 from groupio.torch.collective_read import CollectiveRead
@@ -55,6 +55,7 @@ from groupio.torch.report import LoadReport, SkippedEpoch, joined
 from groupio.torch.saved import SavedState
 from groupio.torch.taking import Finish, collect_fills, collect_take, take
 from groupio.torch.tensors import check_no_fake_mode
+from groupio.torch.wholes import like, merged
 
 AGREE_S = 600.0
 """All members have to come to the load within this time, in seconds."""
@@ -395,7 +396,7 @@ class _Load:
             raise mismatch
         wants = self._wants = Collector()
         self._arrivals = collect_fills(found.fill.values(), saved.parts, wants)
-        self._converted = {name: [] for name in found.take}
+        self._converted = {name: [] for name in found.take} | found.converted
         self._new = {
             name: collect_take(take, saved.parts, wants, self._converted[name])
             for name, take in found.take.items()
@@ -449,7 +450,10 @@ class _Load:
         for state, metadata in self._matching.versions:
             if hasattr(state, "_metadata"):
                 state._metadata = metadata
+        for whole, value in self._matching.merge:
+            whole.value = merged(whole.value, value)
         replaced = {id(leaf) for leaf, _ in self._matching.replace}
+        replaced |= {id(whole) for whole, _ in self._matching.merge}
         _write_back(self._template.root, replaced)
         self.expect_save()
         assert self._grouped is not None
@@ -600,15 +604,12 @@ def _write_back(branch: Branch, replaced: set[int]) -> bool:
     """
     changed = {}
     for key, child in branch.children.items():
-        if isinstance(child, Leaf):
-            if id(child) in replaced:
-                changed[key] = child.value
-        elif _write_back(child, replaced):
+        if id(child) in replaced or (isinstance(child, Branch) and _write_back(child, replaced)):
             changed[key] = child.value
     if not changed:
         return False
     if isinstance(branch.value, tuple):
-        branch.value = _like(branch.value, [child.value for child in branch.children.values()])
+        branch.value = like(branch.value, [child.value for child in branch.children.values()])
         return True
     if isinstance(branch.value, Mapping) and not isinstance(branch.value, MutableMapping):
         branch.value = {key: child.value for key, child in branch.children.items()}
@@ -616,14 +617,3 @@ def _write_back(branch: Branch, replaced: set[int]) -> bool:
     for key, value in changed.items():
         branch.value[key] = value
     return False
-
-
-def _like(given: tuple[Any, ...], values: list[Any]) -> Any:
-    """A tuple of the class of ``given``."""
-    cls = type(given)
-    if hasattr(cls, "_make"):
-        return cls._make(values)
-    try:
-        return cls(values)
-    except Exception:  # noqa: BLE001  the caller's own class may want anything
-        return tuple(values)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from groupio.client.parts import Parts
+from groupio.client.parts import Parts, Saved
 from groupio.errors import InvalidInput, StateMismatch
+from groupio.format.codec import Converted
 from groupio.format.structure import Branch, Leaf, path_text
 from groupio.model import PACK_ITEM_BYTES, PAGE_BYTES
-from groupio.torch.flatten import flatten
+from groupio.torch.flatten import flatten, taken_apart
 from groupio.torch.sourcing import Fill, Missing, Take, fill_of, same_content, take_of
 from groupio.torch.tensors import Local, local_part, overlaps_itself
+from groupio.torch.wholes import Differences, compare, fits
 
 LISTED = 100
 """At most so many names of a kind stand in a message; the fields of the error have all."""
@@ -39,12 +41,16 @@ class Matching:
     """What a load will do, and every difference.
 
     ``fill`` are the tensors to fill in place, by their names; ``replace`` the plain leaves of the
-    template with the saved nodes that they take, whose values ``take`` has by item name.
+    template with the saved nodes that they take, whose values ``take`` has by item name. ``merge``
+    are the containers of the template that were saved whole, with what was saved; the containers
+    in there that came back as others are in ``converted``.
     """
 
     fill: dict[str, Fill] = field(default_factory=dict)
     replace: list[tuple[Leaf, Branch | Leaf]] = field(default_factory=list)
     take: dict[str, Take] = field(default_factory=dict)
+    merge: list[tuple[Branch | Leaf, Any]] = field(default_factory=list)
+    converted: dict[str, list[Converted]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
@@ -93,7 +99,7 @@ def staged_bytes(template: Template) -> int:
     """About how much memory a save of this rank's part takes, in bytes; rather more than less."""
     total = _RECORD_BYTES
     for leaf in template.root.leaves():
-        total += _LEAF_BYTES
+        total += _LEAF_BYTES * (len(leaf.value) if leaf.whole else 1)
         local = template.locals.get(leaf.name)
         if local is not None:
             size = local.tensor.nbytes
@@ -101,13 +107,18 @@ def staged_bytes(template: Template) -> int:
     return total
 
 
-def match(template: Template, saved: Branch, parts: Parts) -> Matching:
+ReadValue = Callable[[Saved, list[Converted]], Any]
+"""Reads a plain value; see :meth:`groupio.torch.saved.SavedState.value`."""
+
+
+def match(template: Template, saved: Branch, parts: Parts, read: ReadValue) -> Matching:
     """Pair the leaves of ``template`` with those of the tree ``saved``, path by path.
 
-    ``parts`` say what was saved under the names of the leaves.
+    ``parts`` say what was saved under the names of the leaves. ``read`` gives the containers that
+    were saved whole: their keys stand nowhere else.
     """
     found = Matching()
-    _Matcher(template, parts, found).branch(template.root, saved)
+    _Matcher(template, parts, found, read).branch(template.root, saved)
     _check_tied(found, parts)
     return found
 
@@ -123,6 +134,7 @@ def match_names(
     found = Matching()
     matcher = _Matcher(template, parts, found)
     used: set[str] = set()
+    _take_apart(template.root, template)
     for leaf in template.root.leaves():
         node: Branch | Leaf | None = saved.get(leaf.name)
         if node is None and leaf.name not in template.locals:
@@ -140,7 +152,14 @@ def match_names(
 class _Matcher:
     """Fills a Matching."""
 
-    def __init__(self, template: Template, parts: Parts, found: Matching) -> None:
+    def __init__(
+        self,
+        template: Template,
+        parts: Parts,
+        found: Matching,
+        read: ReadValue | None = None,
+    ) -> None:
+        self._read = read
         self._template = template
         self._parts = parts
         self._found = found
@@ -149,15 +168,16 @@ class _Matcher:
         """Pair what is below two nodes."""
         found = self._found
         if not here.children and saved.children and here.path:
-            found.hints.append(
-                f"{path_text(here.path)} is empty here (an optimizer has no state before its first "
-                "step: get the state dicts from torch.distributed.checkpoint.state_dict, or put "
-                "None there to take all that was saved)"
-            )
+            self._hint_empty(here)
         if saved.kind == "odict" and saved.detail is not None and here.kind == "odict":
             found.versions.append((here.value, saved.detail))
         for key, child in here.children.items():
             other = saved.children.get(key)
+            if isinstance(other, Leaf) and other.whole and _is_container(child):
+                self.whole(child, other)
+                continue
+            if isinstance(other, Branch) and isinstance(child, Leaf) and child.whole:
+                child = here.children[key] = _apart(child, self._template)
             if other is None or not _same_side(child, other):
                 found.missing += _names(child)
                 if other is not None:
@@ -195,6 +215,35 @@ class _Matcher:
             else:
                 self._failed(leaf.name, fill)
 
+    def whole(self, here: Branch | Leaf, saved: Leaf) -> None:
+        """Compare a container of the template with one that was saved whole."""
+        assert self._read is not None
+        found = self._found
+        take = take_of(saved, self._parts)
+        if not isinstance(take, Take):
+            self._failed(saved.name, take)
+            return
+        converted = found.converted.setdefault(saved.name, [])
+        value = self._read(take.reads[0].saved, converted)
+        if not fits(here.value, value):
+            found.missing += _names(here)
+            found.unexpected.append(saved.name)
+            return
+        if isinstance(here, Branch) and not here.children and value:
+            self._hint_empty(here)
+        keys = tuple(step.key for step in here.path)
+        compare(
+            here.value, value, keys, Differences(found.missing, found.unexpected, found.different)
+        )
+        found.merge.append((here, value))
+
+    def _hint_empty(self, here: Branch) -> None:
+        self._found.hints.append(
+            f"{path_text(here.path)} is empty here (an optimizer has no state before its first "
+            "step: get the state dicts from torch.distributed.checkpoint.state_dict, or put "
+            "None there to take all that was saved)"
+        )
+
     def _failed(self, name: str, why: Missing | str) -> None:
         if isinstance(why, str):
             self._found.different[name] = why
@@ -216,10 +265,33 @@ def _at(tree: Branch, leaf: Leaf) -> Branch | Leaf | None:
     return node
 
 
+def _is_container(node: Branch | Leaf) -> bool:
+    return isinstance(node, Branch) or node.whole
+
+
+def _apart(leaf: Leaf, template: Template) -> Branch:
+    """The tree of a whole leaf of the template, its leaves named."""
+    made = taken_apart(leaf.path, leaf.value)
+    for one in made.leaves():
+        one.name = ".".join([str(step.key) for step in one.path])
+        if one.name in template.locals:
+            one.name = path_text(one.path)
+    return made
+
+
+def _take_apart(branch: Branch, template: Template) -> None:
+    """Take all whole leaves below ``branch`` apart."""
+    for key, child in branch.children.items():
+        if isinstance(child, Branch):
+            _take_apart(child, template)
+        elif child.whole:
+            branch.children[key] = _apart(child, template)
+
+
 def _same_side(here: Branch | Leaf, saved: Branch | Leaf) -> bool:
     """Whether the two can be paired at all: a leaf takes anything, a branch only its like."""
     if isinstance(here, Leaf):
-        return True
+        return not here.whole
     return isinstance(saved, Branch) and here.keyed == saved.keyed
 
 

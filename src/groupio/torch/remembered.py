@@ -15,7 +15,7 @@ import torch
 from groupio.client.values import Encoded
 from groupio.format.codec import encode_plain
 from groupio.format.structure import Branch, Leaf, encode_structure
-from groupio.torch.flatten import flatten, form_of, is_branch, leaf_of
+from groupio.torch.flatten import flatten, form_of, is_branch, is_whole, leaf_of
 
 KEPT = 4
 """So many trees are kept: of one job that saves a few state dicts in turn."""
@@ -105,7 +105,10 @@ def _refresh(branch: Branch, value: Any) -> bool:
         children = value.values()
     for node, child in zip(branch.children.values(), children, strict=True):
         if type(node) is Leaf:
-            if type(child) is not torch.Tensor and not isinstance(child, torch.Tensor):
+            if node.whole:
+                if not is_whole(child):
+                    return False
+            elif type(child) is not torch.Tensor and not isinstance(child, torch.Tensor):
                 if is_branch(node.path, child):
                     return False
                 leaf_of(node.path, child)  # refuses what cannot be stored

@@ -10,7 +10,7 @@ from groupio.client.parts import Catalogue, Saved
 from groupio.client.store_reader import StoreReader
 from groupio.client.wants import Collector
 from groupio.errors import FormatError, IntegrityError
-from groupio.format.codec import decode_plain
+from groupio.format.codec import Converted, decode_plain
 from groupio.format.manifest import ManifestReader
 from groupio.format.structure import (
     KEYS,
@@ -48,12 +48,12 @@ class SavedState:
         if not self._has_structure:
             return match_names(template, self._named, self._paths, self.parts)
         if not self.same_world:
-            return match(template, self._merged, self.parts)
-        found = match(template, self._own, self.parts)
+            return match(template, self._merged, self.parts, self.value)
+        found = match(template, self._own, self.parts, self.value)
         if not found.missing or not self.parts.others:
             return found
         # Another member may have what this one did not save, such as a pipeline stage.
-        wider = match(template, self._merged, self.parts)
+        wider = match(template, self._merged, self.parts, self.value)
         mine = set(self.parts.names_of(self.parts.rank))
         wider.unexpected = [name for name in wider.unexpected if name in mine]
         return wider
@@ -154,15 +154,21 @@ class SavedState:
                     _plant(root, keys, name)
         return root
 
+    def value(self, saved: Saved, converted: list[Converted] | None = None) -> Any:
+        """A plain value, new at each call; ``converted`` as of :func:`decode_plain`.
+
+        IntegrityError when it is damaged, StorageError when it cannot be read.
+        """
+        data = bytearray(saved.spec.nbytes)
+        wants = Collector()
+        wants.add_whole(saved.spec, self.parts.rows(saved), memoryview(data))
+        self._reader.read_wants(self._manifest, wants.finish())
+        return decode_plain(data, converted)
+
     def _read(self, record: Saved) -> Any:
-        rows = self.parts.rows(record)
-        key = rows.tobytes()
+        key = self.parts.rows(record).tobytes()
         if key not in self._records:
-            data = bytearray(record.spec.nbytes)
-            wants = Collector()
-            wants.add_whole(record.spec, rows, memoryview(data))
-            self._reader.read_wants(self._manifest, wants.finish())
-            self._records[key] = decode_plain(data)
+            self._records[key] = self.value(record)
         return self._records[key]
 
 

@@ -42,6 +42,7 @@ from groupio.torch.clients import agent_read, client_for, note_loaded
 from groupio.torch.converted import adopt
 from groupio.torch.dcp.failure import for_all
 from groupio.torch.dcp.names import epoch_of
+from groupio.torch.flatten import taken_apart
 from groupio.torch.grouped import Host
 from groupio.torch.members import Members, find_members
 from groupio.torch.saved import SavedState
@@ -139,6 +140,8 @@ class GroupStorageReader(FileSystemReader):
         self._checkpoint_id = ""
         self._epoch: int | None = None
         self._source: _Source | None = None
+        self._inside: dict[str, Any] = {}
+        """The values of containers that were saved whole, by the names that DCP gives them."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Load ``checkpoint_id`` next; InvalidInput if it has no epoch."""
@@ -191,6 +194,15 @@ class GroupStorageReader(FileSystemReader):
             if not boxes:
                 continue
             leaf = leaves.get(name)
+            if leaf is not None and leaf.whole:
+                # DCP asks for each value in it by a name of its own.
+                for inner in taken_apart(leaf.path, state.value(boxes[0])).leaves():
+                    fqn = ".".join([str(step.key) for step in inner.path])
+                    found[fqn] = BytesStorageMetadata()
+                    paths[fqn] = _keys(inner)
+                    stored[MetadataIndex(fqn)] = None
+                    self._inside[fqn] = inner.value
+                continue
             path = (name,) if leaf is None else _keys(leaf)
             paths[name] = path
             found[name] = _described(boxes, "" if leaf is None else leaf.note)
@@ -222,6 +234,7 @@ class GroupStorageReader(FileSystemReader):
         return self._source
 
     def _close(self) -> None:
+        self._inside = {}
         source, self._source = self._source, None
         if source is not None:
             source.reader.close()
@@ -324,6 +337,9 @@ class GroupStorageReader(FileSystemReader):
         """Add what an item needs; the call completes it once the bytes are there."""
         if item.type is LoadItemType.BYTE_IO:
             name = item.storage_index.fqn
+            if name in self._inside:
+                inner = self._inside[name]
+                return lambda: _hand_over(planner, item, inner, own_keys)
             taken = take_of(Leaf((), name=name), source.parts)
             if not isinstance(taken, Take):
                 raise InvalidInput(f"{name!r} was not saved for this rank: {taken}")
