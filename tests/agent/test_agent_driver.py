@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from groupio.agent import process
@@ -20,9 +20,12 @@ async def until(test: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_a_goodbye_counts_that_an_answer_crosses(
-    paths: process.RuntimePaths, tmp_path: Path
+def serve(
+    paths: process.RuntimePaths,
+    store: Path,
+    act: Callable[[Driver, Channel], Awaitable[None]],
 ) -> None:
+    """Let ``act`` use a driver to which a client "one" has connected; nothing of it may stay."""
     settings = Settings(memory_bytes=64 << 20, idle_s=60)
     residence = process.Residence.take(paths)
     driver = Driver(settings, residence)
@@ -30,17 +33,11 @@ def test_a_goodbye_counts_that_an_answer_crosses(
     async def use() -> None:
         serving = asyncio.create_task(driver.run(lambda: None))
         channel = Channel(connect(paths.socket, timeout_s=5), msg.ToRank)
-        hello = msg.Hello(msg.PROTOCOL_VERSION, "one", os.getpid(), 0, 1, str(tmp_path / "store"))
-        channel.send(hello)
-        channel.send(msg.Expect(1 << 20))
-        await until(lambda: driver.machine.arenas and not driver.memory._populates)
-        peer = driver.clients["one"]
-        channel.send(msg.Bye())
+        channel.send(msg.Hello(msg.PROTOCOL_VERSION, "one", os.getpid(), 0, 1, str(store)))
+        await until(lambda: driver.clients)
+        await act(driver, channel)
         channel.close()
-        driver.send(peer, msg.Standby(0, 4096))
-        await until(lambda: not driver.clients)
-        await until(lambda: not driver.jobs)
-        assert peer.fenced
+        await until(lambda: not driver.clients and not driver.jobs)
         assert not driver.machine.arenas
         assert not driver.memory.arenas
         assert not driver.watches._watches
@@ -51,3 +48,34 @@ def test_a_goodbye_counts_that_an_answer_crosses(
         asyncio.run(use())
     finally:
         residence.close()
+
+
+def test_a_goodbye_counts_that_an_answer_crosses(
+    paths: process.RuntimePaths, tmp_path: Path
+) -> None:
+    async def act(driver: Driver, channel: Channel) -> None:
+        channel.send(msg.Expect(1 << 20))
+        await until(lambda: driver.machine.arenas and not driver.memory._populates)
+        peer = driver.clients["one"]
+        channel.send(msg.Bye())
+        channel.close()
+        driver.send(peer, msg.Standby(0, 4096))
+        await until(lambda: not driver.clients)
+        assert peer.fenced
+
+    serve(paths, tmp_path / "store", act)
+
+
+def test_no_memory_is_prepared_for_a_client_that_has_said_goodbye(
+    paths: process.RuntimePaths, tmp_path: Path
+) -> None:
+    async def act(driver: Driver, channel: Channel) -> None:
+        peer = driver.clients["one"]
+        assert peer.job is not None
+        peer.job.store.lease_bytes[0] = 1 << 20
+        channel.send(msg.Bye())
+        await until(lambda: peer.closed)
+        driver._stand_by(peer.job)
+        channel.send(msg.Expect(1 << 20))
+
+    serve(paths, tmp_path / "store", act)

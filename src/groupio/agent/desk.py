@@ -74,7 +74,7 @@ class Desk:
             case msg.Released(save_id=save_id):
                 driver.tell_machine(ev.WriterStopped(peer.client, save_id))
             case msg.Expect(total_bytes=total_bytes):
-                driver.tell_machine(ev.SaveExpected(peer.client, total_bytes))
+                driver.expect_save(peer, total_bytes)
             case msg.Mapped(offset=offset, length=length):
                 if offset < 0 or length <= 0 or offset % PAGE_BYTES or length % PAGE_BYTES:
                     raise InvalidInput(f"a client mapped {length} bytes at {offset}: no pages")

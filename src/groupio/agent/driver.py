@@ -516,7 +516,12 @@ class Driver:
             if peer.job is job and peer.connected and peer.hello is not None:
                 length = job.store.lease_bytes.get(peer.hello.rank, 0)
                 if length:
-                    self.tell_machine(ev.SaveExpected(peer.client, length))
+                    self.expect_save(peer, length)
+
+    def expect_save(self, peer: Peer, nbytes: int) -> None:
+        """Prepare memory for the client, unless it has left: nothing would give it back then."""
+        if not peer.fenced and not peer.process_gone:
+            self.tell_machine(ev.SaveExpected(peer.client, nbytes))
 
     def order(self, host: Host, effect: fx.Effect) -> None:
         """Execute an order, or tell a member, of a controller of this process."""
