@@ -9,6 +9,7 @@ from pathlib import Path
 
 from groupio.agent import process
 from groupio.agent.driver import Driver
+from groupio.agent.status import status
 from groupio.protocol import messages as msg
 from groupio.settings import Settings
 from groupio.wire import Channel, connect
@@ -77,5 +78,23 @@ def test_no_memory_is_prepared_for_a_client_that_has_said_goodbye(
         await until(lambda: peer.closed)
         driver._stand_by(peer.job)
         channel.send(msg.Expect(1 << 20))
+
+    serve(paths, tmp_path / "store", act)
+
+
+def test_the_status_says_on_how_many_processors_it_runs(
+    paths: process.RuntimePaths, tmp_path: Path
+) -> None:
+    whole = os.sched_getaffinity(0)
+
+    async def act(driver: Driver, channel: Channel) -> None:
+        # Of this thread alone, which is the event loop's.
+        os.sched_setaffinity(0, {min(whole)})
+        try:
+            assert status(driver)["agent"]["processors"] == 1
+        finally:
+            os.sched_setaffinity(0, whole)
+        assert status(driver)["agent"]["processors"] == len(whole)
+        channel.send(msg.Bye())
 
     serve(paths, tmp_path / "store", act)

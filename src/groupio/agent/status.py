@@ -25,6 +25,7 @@ def status(driver: Driver) -> dict[str, Any]:
             "version": groupio.__version__,
             "node": driver.node,
             "uptime_s": round(time.monotonic() - driver.started_at, 3),
+            "processors": len(os.sched_getaffinity(0)),
             "log": str(driver.residence.paths.log),
             "runtime_dir": str(driver.residence.paths.directory),
             "draining": driver.draining,
