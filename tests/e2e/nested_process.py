@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ class Storm:
         try:
             self._handle()
         except BaseException as error:  # noqa: BLE001  the test is told
-            self.errors.append(f"{type(error).__name__}: {error}")
+            self.errors.append("".join(traceback.format_exception(error, limit=-12)))
         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
         self.handled += 1
 

@@ -99,7 +99,9 @@ def test_clients_of_a_process_that_lives_on_leave_nothing(
     assert settle(node) == agent
     assert await_descriptors(agent, before[0]) == before[0]
     assert rank.ask("fds")["fds"] == before[2]
-    assert becomes(lambda: len(os.listdir(f"/proc/{rank.pid}/task")), threads) == threads
+    # One more may have been started since: that of calls that interrupt others, which stays.
+    most = threads + 1
+    assert becomes(lambda: max(len(os.listdir(f"/proc/{rank.pid}/task")), most), most) == most
     after = sizes(node, rank)
     assert after[1] - before[1] < SLACK_KIB
     assert after[3] - before[3] < SLACK_KIB

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.ma  # np.unique imports it; a signal handler may come between
 import numpy.typing as npt
 from blake3 import blake3
 

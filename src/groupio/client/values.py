@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.ma import MaskedArray
 
 from groupio.client.arguments import check_patterns
 from groupio.client.sources import Blob, Flat, Source, Strided, Tensor
@@ -168,7 +169,7 @@ class _Preparer:
         self, name: str, array: np.ndarray[Any, Any], part: Part | None, origin: str
     ) -> None:
         if type(array) is not np.ndarray:
-            if isinstance(array, np.ma.MaskedArray):
+            if isinstance(array, MaskedArray):
                 raise InvalidInput(
                     f"item {name!r} is a masked array; save its .data and .mask as two items"
                 )
