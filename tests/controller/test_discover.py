@@ -217,13 +217,13 @@ def test_alone_means_local() -> None:
 def test_the_coordinator_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PosixBackend.open(tmp_path / "store", create=True) as store:
         for text in ("store", "local", "tcp://h:1"):
-            with open_coordinator(find_controller(text, {}), store, "job") as made:
+            with open_coordinator(find_controller(text, {}), store, "job", by_token=False) as made:
                 assert isinstance(made, StoreCoordinator)
         etcd = find_controller("etcd://h:1,i:2", {})
-        with open_coordinator(etcd, store, "job") as made:
+        with open_coordinator(etcd, store, "job", by_token=False) as made:
             assert isinstance(made, EtcdCoordinator)
         for name in ("groupio.controller.by_etcd", "groupio.controller.etcd_http"):
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "httpx", None)
         with pytest.raises(InvalidInput, match=r"etcd://h:1,i:2 .*groupio\[etcd\]"):
-            open_coordinator(etcd, store, "job")
+            open_coordinator(etcd, store, "job", by_token=False)

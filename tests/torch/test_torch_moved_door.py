@@ -142,7 +142,9 @@ class Around:
 
     def __init__(self, path: str, rank: int, *, spans: bool = True) -> None:
         hello = SimpleNamespace(rank=rank)
-        self.jobs = {path: SimpleNamespace(path=path, joining=object() if spans else None)}
+        store = SimpleNamespace(file_mode=None, umask=0o077)
+        joining = object() if spans else None
+        self.jobs = {path: SimpleNamespace(path=path, store=store, joining=joining)}
         self.clients = {"c": SimpleNamespace(hello=hello, client="c")}
         self.workers = SimpleNamespace(give_way=lambda: None)
         self.sent: queue.SimpleQueue[msg.DoorDone] = queue.SimpleQueue()
