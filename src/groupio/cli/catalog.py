@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from groupio.backend.base import EPOCHS, LINEAGES, RandomReader
 from groupio.backend.posix import PosixBackend
+from groupio.backend.tree import store_path
 from groupio.cli.output import CommandError
-from groupio.client.address import store_address
 from groupio.client.store_parts import is_store, part_store, parts_in
 from groupio.client.store_reader import check_is_store
 from groupio.errors import FormatError, GroupIOError, IntegrityError, NotFound, StorageError
@@ -92,7 +92,7 @@ class Catalog:
 
 def with_parts(store: str) -> list[tuple[str | None, str]]:
     """The stores of a step's parts, the unnamed one first; without it where only parts exist."""
-    path = store_address(store)
+    path = store_path(store)
     parts: list[tuple[str | None, str]] = [
         (part, os.fspath(part_store(path, part))) for part in parts_in(path)
     ]

@@ -16,6 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from groupio.backend.tree import store_path
 from groupio.cli.catalog import Catalog, open_store, read_catalog, with_parts
 from groupio.cli.inspection import Damage, Inspection, Inspector
 from groupio.cli.output import (
@@ -31,7 +32,6 @@ from groupio.cli.output import (
 )
 from groupio.cli.show import LineageOption, PartOption
 from groupio.cli.status import ranks as number_list
-from groupio.client.address import store_address
 from groupio.client.store_parts import part_store
 from groupio.errors import FormatError, IntegrityError, NotFound, StorageError
 from groupio.model import DecisionKey
@@ -71,7 +71,7 @@ def verify(
         raise absent
     whole = _together(found)
     if as_json:
-        emit_json("verify", _document(whole, store_address(store), read_data))
+        emit_json("verify", _document(whole, store_path(store), read_data))
     else:
         _print(whole, read_data)
     return ANSWER_IS_NO if whole.damage else OK
