@@ -512,7 +512,7 @@ def _handshake() -> Target:
     hello = _HELLO.pack(MAGIC, bytes(32), len(name)) + name + bytes(32)
     return Target(
         lambda chance: flipped(chance, hello),
-        lambda data: prove_server(_Peer(data), bytes(32)),
+        lambda data: prove_server(_Peer(data), lambda job: bytes(32)),
         (ConnectionError,),
     )
 

@@ -53,7 +53,7 @@ def test_cold_reads_take_all_from_the_store() -> None:
 
 def test_lying_peers_are_noticed_and_avoided() -> None:
     seen = 0
-    for seed in range(6):
+    for seed in range(20):
         sim = Sim(seed, replace(CALM, rows=frozenset({"bit_rot"}), evictions=0.5))
         sim.begin()
         sim.nodes["n1"].liar = True
