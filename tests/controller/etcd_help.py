@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpcore
 
 HOST = "127.0.0.1"
 
@@ -67,12 +67,10 @@ class EtcdServer:
 
     def _is_ready(self) -> bool:
         try:
-            health = httpx.get(
-                f"http://{self.endpoint}/health", timeout=1, trust_env=False, verify=False
-            )
-        except httpx.HTTPError:
+            health = httpcore.request("GET", f"http://{self.endpoint}/health")
+        except (httpcore.NetworkError, httpcore.ProtocolError):
             return False
-        return health.status_code == 200 and '"true"' in health.text
+        return health.status == 200 and b'"true"' in health.content
 
     def kill(self) -> None:
         if self.process is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -57,6 +59,10 @@ def stranger() -> Iterator[Any]:
         (200, [b"<html>"], "as etcd does"),
         (200, [b"{}"], "as etcd does"),
         (200, [b'{"responses": 7}'], "as etcd does"),
+        (200, [b'{"x":' * 100_000], "as etcd does"),
+        (200, [b'{"header":{"revision":' + b"9" * 400 + b"}}"], "as etcd does"),
+        (404, [b"[" * 100_000], "refuses kv/txn: 404 ["),
+        (404, [b'{"code": 5, "message": "no such lease"}'], "refuses kv/txn: 404 no such lease"),
         (404, [b"not found"], "refuses kv/txn: 404 not found"),
         (401, [b'{"code": 16, "message": "who?"}'], "refuses kv/txn: 401 who?"),
         (503, [b'{"code": 14, "message": "no leader"}'], "does not answer kv/txn: 503 no leader"),
@@ -82,6 +88,29 @@ def test_an_answer_that_trickles_ends_at_the_deadline(stranger: Any) -> None:
         with pytest.raises(ControllerLost):
             one.current(soon(0.5))
         assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("forever", [b"X-Slow: 1\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_the_head_of_an_answer_ends_at_the_deadline_too(forever: bytes) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+
+        def trickle() -> None:
+            sock = listener.accept()[0]
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(b"HTTP/1.1 200 OK\r\n" if forever[:1] == b"X" else forever)
+                while True:
+                    sock.sendall(forever)
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        etcd = Etcd([f"{HOST}:{listener.getsockname()[1]}"])
+        began = time.monotonic()
+        with pytest.raises(ControllerLost):
+            etcd.grant(1, soon(0.5))
+        assert time.monotonic() - began < 3
+        etcd.close()
+        thread.join(timeout=30)
 
 
 def test_an_error_instead_of_a_time_to_live_says_nothing_about_the_lease(stranger: Any) -> None:

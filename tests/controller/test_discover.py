@@ -224,6 +224,6 @@ def test_the_coordinator_of_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert isinstance(made, EtcdCoordinator)
         for name in ("groupio.controller.by_etcd", "groupio.controller.etcd_http"):
             monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, "httpx", None)
+        monkeypatch.setitem(sys.modules, "httpcore", None)
         with pytest.raises(InvalidInput, match=r"etcd://h:1,i:2 .*groupio\[etcd\]"):
             open_coordinator(etcd, store, "job", by_token=False)

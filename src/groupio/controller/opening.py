@@ -29,7 +29,7 @@ def open_coordinator(
     if where.kind is not Kind.ETCD:
         return StoreCoordinator(store, on_lost=on_lost, after=after, by_token=by_token)
     try:
-        from groupio.controller.by_etcd import EtcdCoordinator  # only here: httpx is an extra
+        from groupio.controller.by_etcd import EtcdCoordinator  # only here: httpcore is an extra
     except ModuleNotFoundError as error:
         raise InvalidInput(
             f"{where.address} ({where.why}) needs the package {error.name}: pip install "
