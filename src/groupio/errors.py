@@ -342,7 +342,27 @@ def to_wire(error: GroupIOError) -> dict[str, Any]:
 
 
 def from_wire(data: dict[str, Any]) -> GroupIOError:
-    """The error that :func:`to_wire` described; an unknown kind becomes the base class."""
-    cls = ERRORS.get(data["kind"], GroupIOError)
-    fields = {k: v for k, v in data.get("fields", {}).items() if k in cls.FIELDS}
-    return cls(data["message"], outcome=data["outcome"], retry=data["retry"], **fields)
+    """The error that :func:`to_wire` described; an unknown kind becomes the base class.
+
+    Where ``data`` describes none it is a FormatError that says so; nothing is raised.
+    """
+    try:
+        return parse_error(data)
+    except ValueError as error:
+        return FormatError(
+            f"an error came in a form that cannot be read ({error}); the other process may run "
+            "another release of groupio",
+            outcome=Outcome.UNKNOWN,
+        )
+
+
+def parse_error(data: Any) -> GroupIOError:
+    """As :func:`from_wire`; ValueError when ``data`` describes no error."""
+    try:
+        cls, message = ERRORS.get(data["kind"], GroupIOError), data["message"]
+        if type(message) is not str:
+            raise TypeError("its message is no text")
+        fields = {k: v for k, v in data.get("fields", {}).items() if k in cls.FIELDS}
+        return cls(message, outcome=data["outcome"], retry=data["retry"], **fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -182,6 +182,10 @@ def test_the_starter_hears_how_it_went() -> None:
         (process.ReadySignal.ready, {"ready": True, "pid": os.getpid()}),
         (lambda s: s.failed("no luck"), {"ready": False, "reason": "no luck"}),
         (lambda s: os.close(s._fd), None),
+        (
+            lambda s: (os.write(s._fd, b"{oh"), os.close(s._fd)),
+            {"reason": "it said b'{oh', which is no answer of an agent"},
+        ),
     ):
         reader, writer = os.pipe()
         say(process.ReadySignal(writer))

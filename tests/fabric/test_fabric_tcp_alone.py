@@ -304,7 +304,7 @@ def test_wildcard_needs_a_name_to_announce() -> None:
 @pytest.mark.parametrize(
     "address",
     ["", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:99999", "host:1", "http://host:1",
-     "tcp://u@host:1", "tcp://host:1/path", "tcp://[::1"],
+     "tcp://u@host:1", "tcp://host:1/path", "tcp://[::1", f"tcp://{'a' * 64}:1", "tcp://a\0:1"],
 )  # fmt: skip
 def test_bad_addresses_are_invalid(address: str) -> None:
     with TcpFabric() as fabric, pytest.raises(InvalidInput, match="address"):

@@ -9,32 +9,45 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
+import os
 import random
 import resource
 import socket
 import struct
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import network_parsers
 import numpy as np
 from blake3 import blake3
 from msgspec import inspect
 from mutations import Inventor, flipped, mutated
+from target import Parse, Target
 
+from groupio.agent.process import read_ready
+from groupio.agent.read_node import _checked
 from groupio.client import shared_messages
+from groupio.client.address import recorded_job
 from groupio.client.parts import Catalogue
 from groupio.controller import messages as cm
 from groupio.controller.keys import Keys
 from groupio.door.record import DoorFileRow, decode_record, encode_record
-from groupio.errors import GroupIOError
-from groupio.fabric import frames
-from groupio.fabric.auth import _HELLO, MAGIC, prove_server
-from groupio.fabric.serving import Server
+from groupio.errors import (
+    AgentLost,
+    FormatError,
+    GroupTimeout,
+    InvalidInput,
+    from_wire,
+    to_wire,
+)
 from groupio.format import records
 from groupio.format.catalogue import Entry, decode_catalogue, encode_catalogue
 from groupio.format.codec import decode_plain, encode_plain
@@ -49,6 +62,14 @@ from groupio.format.segment import (
     encode_footer,
     encode_header,
 )
+from groupio.format.structure import (
+    Branch,
+    Leaf,
+    Step,
+    decode_structure,
+    encode_structure,
+    rebuild,
+)
 from groupio.model import (
     ChunkTable,
     DecisionKey,
@@ -61,10 +82,14 @@ from groupio.model import (
     NodeReport,
     SegmentRef,
 )
+from groupio.protocol import link
 from groupio.protocol import messages as msg
 from groupio.protocol.arrayform import ArrayForm
-from groupio.protocol.linkframe import Frame, decode_frame
+from groupio.protocol.linkframe import Frame, FrameKind, decode_frame, reject
+from groupio.protocol.listener import Listener
 from groupio.protocol.wireform import WireForm
+from groupio.torch.members import decode_word
+from groupio.torch.saved import _paths_of, _plant
 from groupio.wire import Channel
 
 KEY = DecisionKey(1, 5, 0)
@@ -74,18 +99,6 @@ SECONDS_MAX = 5.0
 """No single input may take longer, on a machine that has other things to do."""
 
 ADDRESS_SPACE_BYTES = 3 << 30
-
-Parse = Callable[[bytes], object]
-Make = Callable[[random.Random], bytes]
-
-
-@dataclass
-class Target:
-    """A parser: where inputs come from, who takes them, and the errors that it may raise."""
-
-    make: Make
-    parse: Parse
-    errors: tuple[type[BaseException], ...] = (GroupIOError,)
 
 
 @dataclass
@@ -247,8 +260,6 @@ def _manifest() -> Target:
 
 def _unpacked(part: tuple[Section, bytes]) -> Any:
     section, stored = part
-    import zlib
-
     return msgspec.msgpack.decode(stored if section.encoding == 0 else zlib.decompress(stored))
 
 
@@ -395,10 +406,9 @@ def _item_table() -> Target:
 
 
 def _keys(path: str) -> Target:
-    import os
-
     keys = Keys.make()
-    keys.save(path)
+    with contextlib.suppress(FileExistsError):
+        keys.save(path)
     with open(path, "rb") as file:
         sample = file.read()
 
@@ -480,69 +490,237 @@ def _link_frame() -> Target:
     return Target(lambda chance: msgspec.msgpack.encode(invent(chance)), decode_frame)
 
 
-class _Peer:
-    """A connection that sends ``data`` and then goes, as the fabric sees it."""
+class _Ends:
+    """A listening process as its peers' frames find it; ``names`` are ends that are known."""
 
-    patience_s = deadline = 0.0
+    def __init__(self) -> None:
+        numbers = iter(range(1, 1 << 30))
+        self.listener = Listener("0" * 32, numbers.__next__, hello=b"hello", ends_max=4)
+        self.now = 0.0
+        self.take(Frame("peer.1", "", FrameKind.OPEN))
+        self.take(Frame("peer.1", f"{'0' * 32}.1", FrameKind.ACK))
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def receive(self, nbytes: int) -> bytes:
-        self._at += nbytes
-        if self._at > len(self._data):
-            raise ConnectionAbortedError("the peer went")
-        return self._data[self._at - nbytes : self._at]
-
-    def send(self, data: bytes) -> None:
-        pass
-
-    def send_paced(self, views: list[memoryview]) -> None:
-        pass
-
-    def within(self, seconds: float, most_s: float) -> Any:
-        return contextlib.nullcontext()
-
-    def shut(self) -> None:
-        pass
+    def take(self, frame: Frame) -> None:
+        self.now += 0.01
+        end = self.listener.route(self.now, frame)
+        if end is None:
+            reject(frame)
+            return
+        for effect in end.handle(link.Received(self.now, frame)):
+            if isinstance(effect, link.Lost):
+                self.listener.drop(end)
+        assert end.held_bytes <= end.config.message_bytes
 
 
-def _handshake() -> Target:
-    name = "job\u00e9".encode()
-    hello = _HELLO.pack(MAGIC, bytes(32), len(name)) + name + bytes(32)
-    return Target(
-        lambda chance: flipped(chance, hello),
-        lambda data: prove_server(_Peer(data), lambda job: bytes(32)),
-        (ConnectionError,),
-    )
-
-
-class _Provider:
-    def find(self, job: str, digest: bytes, wait_s: float) -> None:
-        return None
-
-    def expects(self, job: str, digest: bytes) -> bool:
-        return False
-
-
-def _request() -> Target:
-    server: Any = Server.__new__(Server)
-    server._provider, server._closed = _Provider(), False
+def _link() -> Target:
+    """Frames of a peer whose session stands, in any order."""
+    ends = ("peer.1", "", "peer.2", f"{'0' * 32}.1", f"{'0' * 32}.9")
 
     def make(chance: random.Random) -> bytes:
-        count = chance.choice((0, 1, 2, 512, 513, (1 << 32) - 1))
-        kind = chance.choice((1, 1, 1, 2, 0, 255))
-        nbytes = chance.choice((0, 1, 1 << 20, (1 << 30) + 1, (1 << 64) - 1))
-        first, wait = (chance.choice((0, 5, (1 << 32) - 1)) for _ in range(2))
-        data = frames.REQUEST.pack(kind, count, first, wait, nbytes)
-        want = frames.WANT.pack(bytes(32), chance.choice((0, (1 << 32) - 1)), 4096, 1)
-        data += want * min(count, 600)
-        return data if chance.random() < 0.5 else flipped(chance, data)
+        rows = []
+        for _ in range(chance.choice((1, 3, 10))):
+            source, target = ends[0], ends[3]
+            if chance.random() < 0.2:
+                source, target = chance.choice(ends), chance.choice(ends)
+            kind = chance.choice((0, 1, 2, 2, 2, 2, 3, 3, 4, 5))
+            seq, ack = (chance.choice((0, 1, 1, 2, 3, 300, 1 << 53)) for _ in range(2))
+            more, payload = chance.random() < 0.3, chance.choice((b"", b"x", bytes(70_000)))
+            rows.append([source, target, kind, seq, ack, more, payload])
+        return msgspec.msgpack.encode(rows)
 
     def parse(data: bytes) -> object:
-        return server._answer(_Peer(data), "job")
+        taken = _Ends()
+        for row in msgspec.msgpack.decode(data, type=list[msgspec.Raw]):
+            taken.take(decode_frame(row))
+        return taken
 
-    return Target(make, parse, (ConnectionError,))
+    return Target(make, parse)
+
+
+def _error() -> Target:
+    """Errors as they travel; what comes out is always one that can be shown and sent on."""
+    wire = to_wire(GroupTimeout("ranks are missing", missing=[1, 2], epoch=5))
+
+    def parse(data: bytes) -> object:
+        made = from_wire(msgspec.msgpack.decode(data))
+        assert type(made.message) is str
+        str(made)
+        to_wire(made)
+        if isinstance(made, FormatError):
+            raise made
+        return made
+
+    return Target(lambda chance: _packed(mutated(chance, wire)), parse)
+
+
+def _packed(value: Any) -> bytes:
+    data = msgspec.msgpack.encode(value)
+    try:
+        msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.msgpack.encode({})  # the decoder of the message refuses it
+    return data
+
+
+def _structure() -> Target:
+    """The structure record of a nested state, up to the containers that it describes."""
+    kinds: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("odict", {"": {"version": 1}}, ("a", 5)),
+        ("namedtuple", ("Named", ("one", "two")), (0, 1)),
+        ("deque", 3, (0, 1)),
+        ("defaultdict", "list", (1, "1", 1.5, None, (2, "x"))),
+        *((kind, None, (0, 1)) for kind in ("dict", "list", "tuple", "Counter", "UserDict")),
+    )
+    root = Branch((), "dict")
+    for kind, detail, keys in kinds:
+        path = (Step(kind, False),)
+        below = Branch(path, kind, detail=detail)
+        below.children = {key: Leaf((*path, Step(key, not below.keyed))) for key in keys}
+        root.children[kind] = below
+    tokens = encode_structure(root)
+
+    def parse(data: bytes) -> object:
+        root = decode_structure(decode_plain(data))
+        return rebuild(root, lambda leaf: 0)
+
+    return Target(lambda chance: _as_plain(mutated(chance, tokens)), parse)
+
+
+def _as_plain(value: Any) -> bytes:
+    try:
+        return encode_plain(value)
+    except Exception:  # noqa: BLE001 (a value that is none of ours)
+        return encode_plain([1])
+
+
+def _paths() -> Target:
+    """The paths that the DCP classes keep."""
+    paths = {"model.weight": ["model", "weight"], "optim.0": ["optim", 0, "state"]}
+
+    def parse(data: bytes) -> object:
+        root = Branch((), "dict")
+        for name, keys in _paths_of(decode_plain(data)).items():
+            _plant(root, keys, name)
+        return root
+
+    return Target(lambda chance: _as_plain(mutated(chance, paths)), parse)
+
+
+def _names() -> Target:
+    """The names of files in a store, which anybody may put there."""
+    made = (
+        str(KEY), records.segment_name(KEY, "node0", 0), records.lineage_name(1),
+        records.controller_name(3), f"{KEY}.tmp", ".tmp-1-2",
+    )  # fmt: skip
+    parsers = (
+        records.parse_key, records.parse_segment_name, records.parse_lineage_name,
+        records.parse_controller_name,
+    )  # fmt: skip
+
+    def parse(data: bytes) -> object:
+        name = os.fsdecode(data)
+        found = [one(name) for one in parsers]
+        if not any(found):
+            raise InvalidInput("a stranger")
+        return found
+
+    return Target(lambda chance: flipped(chance, chance.choice(made).encode()), parse)
+
+
+def _ready() -> Target:
+    """What a starting agent says through its pipe."""
+    sample = json.dumps({"ready": True, "pid": 5}).encode()
+
+    def make(chance: random.Random) -> bytes:
+        usual = sample if chance.random() < 0.1 else flipped(chance, sample)
+        return b"[" * 60_000 if chance.random() < 0.01 else usual
+
+    def parse(data: bytes) -> object:
+        reader, writer = os.pipe()
+        try:
+            os.write(writer, data)
+            os.close(writer)
+            answer = read_ready(reader, time.monotonic() + 1)
+        finally:
+            os.close(reader)
+        if not (answer or {}).get("ready"):
+            raise AgentLost(str(answer))
+        return answer
+
+    return Target(make, parse)
+
+
+def _recorded_job(path: str) -> Target:
+    """The job by which a client that names none goes on with a store."""
+    sample = records.encode_store(records.StoreRecord(STORE, "job", 1, 1.5))
+    os.makedirs(path, exist_ok=True)
+
+    def make(chance: random.Random) -> bytes:
+        return b'{"job":' * 20_000 if chance.random() < 0.01 else flipped(chance, sample)
+
+    def parse(data: bytes) -> object:
+        with open(os.path.join(path, "groupio.json"), "wb") as file:
+            file.write(data)
+        if not (job := recorded_job(path)):
+            raise InvalidInput("none")
+        return job
+
+    return Target(make, parse)
+
+
+def _store_key() -> Target:
+    """The key that agents share where there is no token."""
+    sample = b"groupio store key 1\n" + b"ab" * 32 + b"\n"
+
+    class Store:
+        path = "store"
+
+        def __init__(self, data: bytes) -> None:
+            self._data = data
+
+        def private_file(self, *_: object) -> bytes:
+            return self._data
+
+    def make(chance: random.Random) -> bytes:
+        return sample if chance.random() < 0.1 else flipped(chance, sample)
+
+    def parse(data: bytes) -> object:
+        store: Any = Store(data)
+        return Keys.of(store)
+
+    return Target(make, parse, share=0.2)
+
+
+def _read_request() -> Target:
+    """The columns in which a rank asks its agent for chunks."""
+    lengths = np.array([10, 20, 30], np.int64)
+
+    def column(chance: random.Random, form: str, values: list[int]) -> bytes:
+        data = np.array(values, form).tobytes()
+        return flipped(chance, data) if chance.random() < 0.4 else data
+
+    def make(chance: random.Random) -> bytes:
+        rows = column(chance, "<i4", [0, 2])
+        starts, stops = column(chance, "<i8", [0, 5]), column(chance, "<i8", [10, 30])
+        columns = [rows, starts, stops if chance.random() < 0.8 else b""]
+        return msgspec.msgpack.encode(columns)
+
+    def parse(data: bytes) -> object:
+        rows, starts, stops = msgspec.msgpack.decode(data, type=tuple[bytes, bytes, bytes])
+        key = DecisionKey(1, 1, 0)
+        message = msg.ReadOpen(1, key, rows=rows, starts=starts, stops=stops)
+        return _checked(message, lengths)
+
+    return Target(make, parse)
+
+
+def _member_word() -> Target:
+    """What the members of a process group write into its store for each other."""
+    sample = {"id": "a", "launches": {}, "error": None, "number": 3}
+    return Target(
+        lambda chance: flipped(chance, msgspec.msgpack.encode(mutated(chance, sample))),
+        lambda data: decode_word(data, "key"),
+    )
 
 
 def targets(keys_path: str) -> dict[str, Target]:
@@ -575,14 +753,23 @@ def targets(keys_path: str) -> dict[str, Target]:
         "plain value": _plain(),
         "item table": _item_table(),
         "keys": _keys(keys_path),
+        "store key": _store_key(),
+        "recorded job": _recorded_job(f"{keys_path}.store"),
+        "file names": _names(),
+        "structure": _structure(),
+        "dcp paths": _paths(),
+        "error": _error(),
+        "agent's answer": _ready(),
+        "read request": _read_request(),
+        "link": _link(),
+        "member's word": _member_word(),
         "to agent": _channel(msg.ToAgent),
         "to rank": _channel(msg.ToRank),
         "between ranks": _channel(shared_messages.Message),
         "from node": _wire(cm.FROM_NODE),
         "from controller": _wire(cm.FROM_CONTROLLER),
         "link frame": _link_frame(),
-        "fabric handshake": _handshake(),
-        "fabric request": _request(),
+        **network_parsers.targets(),
     }
 
 
@@ -590,9 +777,10 @@ def run(count: int, seed: int, keys_path: str, *, only: str = "") -> Report:
     """Feed each parser its share of ``count`` inputs, the same for the same ``seed``."""
     report = Report()
     chosen = {name: t for name, t in targets(keys_path).items() if only in ("", name)}
+    shares = sum(target.share for target in chosen.values())
     for name, target in chosen.items():
         chance = random.Random(f"{seed} {name}")
-        for number in range(-(-count // len(chosen))):
+        for number in range(math.ceil(count * target.share / shares)):
             data = target.make(chance)
             began = time.perf_counter()
             try:
@@ -614,6 +802,7 @@ def main() -> None:
     """Run within a bounded address space and print the report."""
     count, seed, keys_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     only = sys.argv[4] if len(sys.argv) > 4 else ""
+    logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     began = time.monotonic()
     report = run(count, seed, keys_path, only=only)

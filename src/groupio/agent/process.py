@@ -328,8 +328,13 @@ def read_ready(fd: int, deadline: float) -> dict[str, object] | None:
         data += piece
     if not data:
         return None
-    answer = json.loads(data)
-    return answer if isinstance(answer, dict) else None
+    try:
+        answer = json.loads(data)
+    except (ValueError, RecursionError):
+        answer = None
+    if isinstance(answer, dict):
+        return answer
+    return {"reason": f"it said {data[:80]!r}, which is no answer of an agent"}
 
 
 def detach(*, double_fork: bool = True) -> None:

@@ -264,9 +264,17 @@ def parse_address(address: str) -> tuple[str, int]:
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as the look-up does; a UnicodeError is a ValueError
     except ValueError:
         host, port = None, None
-    if not host or not port or parts.scheme != "tcp" or parts.path or parts.username is not None:
+    if (
+        not host
+        or "\0" in host
+        or not port
+        or parts.scheme != "tcp"
+        or parts.path
+        or parts.username is not None
+    ):
         raise InvalidInput(f"{address!r} is no address of a fabric; it must be tcp://host:port")
     return host, port
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from groupio import model
-from groupio.errors import ERRORS, FormatError, GroupIOError, InvalidInput, from_wire, to_wire
+from groupio.errors import ERRORS, FormatError, GroupIOError, InvalidInput, parse_error, to_wire
 from groupio.format.limits import CHUNKS_MAX, SEGMENTS_MAX
 from groupio.format.records import parse_segment_name
 from groupio.model import CHUNK_BYTES, DIGEST_BYTES, ItemSpec, MemberTable, NodeReport
@@ -193,12 +193,9 @@ def _typed(kind: Any, value: Any) -> Any:
 def _error(value: Any) -> GroupIOError:
     if not isinstance(value, dict):  # an array has an index of its own
         raise ValueError(f"a {type(value).__name__} is no error")
-    try:
-        if value["kind"] not in ERRORS or type(value["message"]) is not str:
-            raise ValueError("an error is of no known kind")
-        return from_wire(value)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an error cannot be read: {error}") from None
+    if value.get("kind") not in ERRORS:
+        raise ValueError("an error is of no known kind")
+    return parse_error(value)
 
 
 # -- what must hold inside a message ---------------------------------------------------------

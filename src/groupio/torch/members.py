@@ -429,10 +429,26 @@ class Council:
     def _read(self, key: str) -> dict[str, Any]:
         """What stands under ``key``, which is there."""
         try:
-            value: dict[str, Any] = msgspec.msgpack.decode(_store_of(self.members.group).get(key))
+            data: bytes = _store_of(self.members.group).get(key)
         except RuntimeError as error:
             raise _unreachable(error) from error
-        return value
+        return decode_word(data, key)
+
+
+def decode_word(data: bytes, key: str) -> dict[str, Any]:
+    """What a member wrote under ``key``; GroupAborted when it is nothing that a member writes."""
+    try:
+        value = msgspec.msgpack.decode(data)
+        if isinstance(value, dict):
+            return value
+        why = f"it is a {type(value).__name__}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = str(error)
+    raise GroupAborted(
+        f"the key {key} in the store of torch.distributed has {len(data)} bytes that no member "
+        f"wrote ({why}); use one release of groupio on all ranks, then start the job again",
+        outcome=Outcome.UNKNOWN,
+    )
 
 
 def _pauses() -> Iterator[float]:
