@@ -333,7 +333,7 @@ def test_a_client_is_refused_where_no_network_can_be_made(
             )
             for _ in range(2):
                 with pytest.raises(GroupIOError, match=r"192\.0\.2\.77"):
-                    driver.job_of(hello.store, hello)
+                    driver.job_of(hello.store, None, hello)
             assert driver.jobs == {}
             assert driver.network is None
             driver.drain()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from groupio.client.loading import Request
     from groupio.client.outgoing import Outgoing, Packer
     from groupio.client.store_reader import StoreReader
+    from groupio.wire import Channel
 
 log = logging.getLogger("groupio.client")
 
@@ -734,7 +735,7 @@ class Client:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(
-                self.settings, self._hello, limit, self._again.lost, self._note_store
+                self.settings, self._greet, limit, self._again.lost, self._note_store
             )
             self._connections.append(connection)
             living.add(self)
@@ -743,7 +744,22 @@ class Client:
         finally:
             self._connecting.release()
 
-    def _hello(self) -> msg.Hello:
+    def _greet(self, channel: Channel, timeout_s: float) -> None:
+        """Say who this client is, and show which directory it means by its path."""
+        from groupio.backend.place import open_place
+
+        try:
+            directory, rest = open_place(self._path)
+        except OSError:
+            # Where it cannot even be looked at, there is nothing to mix up.
+            channel.send(self._hello(), timeout_s=timeout_s)
+            return
+        try:
+            channel.send(self._hello(rest), (directory,), timeout_s=timeout_s)
+        finally:
+            os.close(directory)
+
+    def _hello(self, rest: str = "") -> msg.Hello:
         return msg.Hello(
             version=msg.PROTOCOL_VERSION,
             client_id=os.urandom(16).hex(),
@@ -763,6 +779,7 @@ class Client:
             gave_up=self._again.epochs,
             has_saved=self._has_saved,
             store_id=self._store_id,
+            rest=rest,
         )
 
     def _note_store(self, store_id: str) -> None:
