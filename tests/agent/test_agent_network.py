@@ -343,3 +343,19 @@ def test_a_client_is_refused_where_no_network_can_be_made(
             driver.workers.close(timeout_s=5.0)
 
     asyncio.run(main())
+
+
+def test_one_of_two_copies_of_a_store_is_in_use_at_a_time() -> None:
+    net = made()
+    try:
+        net.claim("5" * 32, "/store")
+        net.claim("5" * 32, "/store")
+        with pytest.raises(StorageError, match="/copy and /store have the same id"):
+            net.claim("5" * 32, "/copy")
+        net.release("5" * 32, "/copy")
+        with pytest.raises(StorageError):
+            net.claim("5" * 32, "/copy")
+        net.release("5" * 32, "/store")
+        net.claim("5" * 32, "/copy")
+    finally:
+        net.close()
