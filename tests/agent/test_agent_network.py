@@ -22,7 +22,7 @@ from groupio.controller import messages as cm
 from groupio.controller.keys import Keys
 from groupio.controller.store import JobStore
 from groupio.controller.transport import ControlClient
-from groupio.errors import ControllerLost, GroupIOError, InvalidInput, from_wire
+from groupio.errors import ControllerLost, GroupIOError, InvalidInput, StorageError, from_wire
 from groupio.fabric.auth import key_of
 from groupio.fabric.open import open_fabric
 from groupio.fabric.tcp import TcpFabric
@@ -346,16 +346,15 @@ def test_a_client_is_refused_where_no_network_can_be_made(
 
 
 def test_one_of_two_copies_of_a_store_is_in_use_at_a_time() -> None:
-    net = made()
-    try:
-        net.claim("5" * 32, "/store")
-        net.claim("5" * 32, "/store")
+    async def script(it: Network, around: Around) -> None:
+        it.claim("5" * 32, "/store")
+        it.claim("5" * 32, "/store")
         with pytest.raises(StorageError, match="/copy and /store have the same id"):
-            net.claim("5" * 32, "/copy")
-        net.release("5" * 32, "/copy")
+            it.claim("5" * 32, "/copy")
+        it.release("5" * 32, "/copy")
         with pytest.raises(StorageError):
-            net.claim("5" * 32, "/copy")
-        net.release("5" * 32, "/store")
-        net.claim("5" * 32, "/copy")
-    finally:
-        net.close()
+            it.claim("5" * 32, "/copy")
+        it.release("5" * 32, "/store")
+        it.claim("5" * 32, "/copy")
+
+    play(script)

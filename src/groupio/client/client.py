@@ -532,6 +532,8 @@ class Client:
                 deadline=deadline,
                 fallback=fallback,
             )
+        if names is not None and not isinstance(names, str):
+            names = list(names)
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
         return self._load(request, fallback, nested)
 
@@ -542,15 +544,8 @@ class Client:
         if request.epoch == "latest":
             self._settle(request.deadline, nested)
         with self._open_reader() as reader:
-            return load_items(
-                reader,
-                request,
-                threads=self.settings.read_threads,
-                skipped=self.skipped_epochs if fallback else None,
-                on_damage=self._report_damage,
-                client=self,
-                by_agent=not nested,
-            )
+            skipped = self.skipped_epochs if fallback else None
+            return load_items(self, reader, request, skipped=skipped, by_agent=not nested)
 
     def _settle(self, deadline: float, nested: bool) -> None:
         """Wait until what earlier incarnations staged is decided, if an agent can be asked.
