@@ -75,13 +75,14 @@ class Connection:
     def open(
         cls,
         settings: Settings,
-        hello: Callable[[], msg.Hello],
+        greet: Callable[[wire.Channel, float], None],
         timeout_s: float,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
         on_store: Callable[[str], None] = lambda store_id: None,
     ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
+        ``greet`` sends its Hello, within so many seconds.
         ``on_lost`` is told of epochs that this agent will not save for this member, before their
         handles are: their calls had not returned, so that other members may not have called yet.
         ``on_store`` is told of the store that saves go to.
@@ -92,7 +93,7 @@ class Connection:
         try:
             left = max(deadline - time.monotonic(), 0.001)
             with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
-                channel.send(hello(), timeout_s=left)
+                greet(channel, left)
             answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
         except (TimeoutError, ConnectionError) as error:
             channel.close()
