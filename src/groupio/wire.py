@@ -277,10 +277,21 @@ class Channel:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the connection for both sides; descriptors that nobody took are closed."""
+    def hang_up(self) -> None:
+        """End the connection for both sides, and leave it to the receiving thread to close it.
+
+        Closed by another thread, its descriptor could have a new owner by the time that the
+        receiving thread waits for it, and what was just received would not be released.
+        """
         with contextlib.suppress(OSError):  # the peer may have closed it already
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection for both sides; descriptors that nobody took are closed.
+
+        While another thread is receiving, call :meth:`hang_up` instead.
+        """
+        self.hang_up()
         # Another thread may be sending: the shutdown has ended its wait.
         with self._send_lock:
             self.abandon()

@@ -164,6 +164,12 @@ class Network:
     def keys_of(self, store: JobStore) -> Keys:
         return self.keys
 
+    def claim(self, store_id: str, path: str) -> None:
+        pass
+
+    def release(self, store_id: str, path: str) -> None:
+        pass
+
     def close_gate(self, store_id: str) -> None:
         pass
 

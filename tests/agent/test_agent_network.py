@@ -22,7 +22,7 @@ from groupio.controller import messages as cm
 from groupio.controller.keys import Keys
 from groupio.controller.store import JobStore
 from groupio.controller.transport import ControlClient
-from groupio.errors import ControllerLost, GroupIOError, InvalidInput, from_wire
+from groupio.errors import ControllerLost, GroupIOError, InvalidInput, StorageError, from_wire
 from groupio.fabric.auth import key_of
 from groupio.fabric.open import open_fabric
 from groupio.fabric.tcp import TcpFabric
@@ -333,7 +333,7 @@ def test_a_client_is_refused_where_no_network_can_be_made(
             )
             for _ in range(2):
                 with pytest.raises(GroupIOError, match=r"192\.0\.2\.77"):
-                    driver.job_of(hello.store, hello)
+                    driver.job_of(hello.store, None, hello)
             assert driver.jobs == {}
             assert driver.network is None
             driver.drain()
@@ -343,3 +343,18 @@ def test_a_client_is_refused_where_no_network_can_be_made(
             driver.workers.close(timeout_s=5.0)
 
     asyncio.run(main())
+
+
+def test_one_of_two_copies_of_a_store_is_in_use_at_a_time() -> None:
+    async def script(it: Network, around: Around) -> None:
+        it.claim("5" * 32, "/store")
+        it.claim("5" * 32, "/store")
+        with pytest.raises(StorageError, match="/copy and /store have the same id"):
+            it.claim("5" * 32, "/copy")
+        it.release("5" * 32, "/copy")
+        with pytest.raises(StorageError):
+            it.claim("5" * 32, "/copy")
+        it.release("5" * 32, "/store")
+        it.claim("5" * 32, "/copy")
+
+    play(script)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ import groupio
 from groupio import wire
 from groupio.agent import spawn
 from groupio.client import arena as client_arena
+from groupio.client import connection
 from groupio.client.arena import ClientArena
+from groupio.client.connection import Connection
+from groupio.exhaustion import start_some
 from groupio.model import DecisionKey
 from groupio.plan.layout import waves
 from groupio.protocol import messages as msg
+from open_files import open_files
 
 Connect = Callable[..., groupio.Client]
 VALUE = np.arange(1 << 16)
@@ -33,6 +38,18 @@ def arena() -> Iterator[ClientArena]:
     made = ClientArena(fd)
     yield made
     made.close()
+
+
+def connection_of(client: groupio.Client) -> Connection:
+    return client._connections[0]
+
+
+def becomes(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within 20 s."""
+    end = time.monotonic() + 20
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.001)
+    return holds()
 
 
 def refuses(client: groupio.Client) -> groupio.AgentLost:
@@ -222,3 +239,72 @@ def test_an_agent_that_reads_nothing_is_lost(
     assert not connection.is_usable
     with pytest.raises(groupio.AgentLost):
         connection.settle(1, 1.0)
+
+
+def test_memory_that_is_offered_while_the_client_leaves_keeps_no_thread(
+    agent: FakeAgent, connect: Connect, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect()
+    peer = agent.peer()
+    mappers: list[threading.Thread] = []
+    reached, left = threading.Event(), threading.Event()
+
+    def start_late(threads: Sequence[threading.Thread]) -> int:
+        mappers.extend(threads)
+        reached.set()
+        assert left.wait(20)
+        return start_some(threads)
+
+    monkeypatch.setattr(connection, "start_some", start_late)
+    peer.arena = os.memfd_create("test-arena", os.MFD_CLOEXEC)
+    peer.send(msg.Arena(), [peer.arena])
+    peer.send(msg.Standby(0, 1 << 16))
+    assert reached.wait(20)
+    listener = client._connections[0]._thread
+    closed = background.submit(client.close)
+    assert peer.take(msg.Bye)
+    assert peer.take(type(None)) is None
+    left.set()
+    closed.result(20)
+    for thread in (listener, *mappers):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_descriptors_that_arrive_while_the_client_leaves_are_closed(
+    agent: FakeAgent, connect: Connect, monkeypatch: pytest.MonkeyPatch, frames: int
+) -> None:
+    real = wire.Channel._read_once
+    clients: list[groupio.Client] = []
+
+    def leave_before_taking(channel: wire.Channel) -> int:
+        count = real(channel)
+        if channel._incoming_fds:
+            left = connection_of(clients[0])
+            threading.Thread(target=clients[0].close).start()
+            assert becomes(lambda: left._lost is not None)
+        return count
+
+    monkeypatch.setattr(wire.Channel, "_read_once", leave_before_taking)
+    clients.append(connect())
+    peer = agent.peer()
+    listener = connection_of(clients[0])._thread
+    peer.arena = os.memfd_create("left-arena", os.MFD_CLOEXEC)
+    for _ in range(frames):
+        peer.send(msg.Arena(), [peer.arena])
+    listener.join(20)
+    assert not listener.is_alive()
+    assert list(open_files("left-arena")) == [peer.arena]
+
+
+def test_descriptors_with_a_message_that_has_none_are_closed(
+    agent: FakeAgent, connect: Connect
+) -> None:
+    client = connect()
+    peer = agent.peer()
+    peer.arena = os.memfd_create("stray-arena", os.MFD_CLOEXEC)
+    peer.send(msg.Settled(7), [peer.arena])
+    peer.send(msg.Arena(), [peer.arena])
+    assert becomes(lambda: connection_of(client)._arena is not None)
+    assert len(open_files("stray-arena")) == 2

@@ -139,9 +139,10 @@ def test_unreadable_is_not_absent(
         client.load(2)
     assert caught.value.errno == errno.EIO
     # Bad sectors of one epoch are damage; a store that went away is not.
-    with pytest.raises(groupio.StorageError) as caught:
-        client.load(2, fallback=True)
-    assert caught.value.errno == errno.ESTALE
+    for parts in (None, (None,)):
+        with pytest.raises(groupio.StorageError) as caught:
+            client.load(2, fallback=True, parts=parts)
+        assert caught.value.errno == errno.ESTALE
 
 
 def test_a_slow_store_ends_at_the_deadline(

@@ -21,6 +21,7 @@ SETS = [(0,), (0, 1), (1, 2), (2,)]
     limit=st.sampled_from([1, 4, 40, 100, 10_000]),
 )
 @example(seed=1, chunks=400, longest=3000, wanted=1.0, limit=100)
+@example(seed=1, chunks=400, longest=5, wanted=1.0, limit=10)
 @settings(deadline=None, max_examples=150)
 def test_units_are_the_wanted_chunks(
     seed: int, chunks: int, longest: int, wanted: float, limit: int

@@ -18,7 +18,7 @@ from dcp_ranks import run_ranks
 import groupio
 import groupio.torch as gt
 from groupio.cli.main import run
-from groupio.errors import InvalidInput, NotFound, StaleEpoch, StateMismatch
+from groupio.errors import IntegrityError, InvalidInput, NotFound, StaleEpoch, StateMismatch
 
 BOTH = ("model", "optimizer")
 
@@ -90,6 +90,64 @@ def test_damage_in_one_part_passes_the_step_over_in_all(store: str) -> None:
         assert {(one.epoch, one.part) for one in client.epochs()} == {
             (step, part) for step in (100, 200) for part in BOTH
         }
+
+
+def test_a_part_that_does_not_fit_leaves_all_parts_as_they_were(store: str) -> None:
+    save_parts(store, 100)
+    state = wiped()
+    state["optimizer"] = {"w": torch.zeros(7)}
+    with pytest.raises(StateMismatch, match="Nothing was changed"):
+        gt.load(state, store, parts=BOTH)
+    assert (float(state["model"]["w"].sum()), state["model"]["step"]) == (0.0, 0)
+    arrays = {"model": {"w": np.zeros((50, 3), np.float32)}, "optimizer": {"w": np.zeros(7)}}
+    with groupio.connect(store) as client:
+        with pytest.raises(InvalidInput, match="dtype"):
+            client.load(parts=BOTH, into=arrays)
+        arrays["optimizer"]["w"] = np.zeros(7, np.float32)
+        with pytest.raises(InvalidInput, match="bytes"):
+            client.load(parts=BOTH, into=arrays)
+        arrays["optimizer"] = {"v": np.zeros((50, 3), np.float32)}
+        with pytest.raises(NotFound, match="'v'"):
+            client.load(parts=BOTH, into=arrays)
+        assert not arrays["model"]["w"].any()
+        arrays["optimizer"] = {"w": np.zeros((50, 3), np.float32)}
+        client.load(parts=BOTH, into=arrays)
+        assert [int(arrays[part]["w"][0, 0] * 2) for part in BOTH] == [200, 201]
+
+
+def test_a_step_that_is_passed_over_has_replaced_no_plain_value(store: str) -> None:
+    for step, extra in ((100, {"a": 1, "b": 2}), (200, {"a": torch.ones(3)})):
+        gt.save({**model(step), "extra": extra}, store, step=step, part="model").wait("durable", 60)
+        save_parts(store, step, "optimizer")
+    damage(store, "optimizer", 200)
+    state = wiped()
+    state["model"]["extra"] = None
+    with pytest.raises(IntegrityError):
+        gt.load(state, store, parts=BOTH, step=200)
+    assert (state["model"]["extra"], state["model"]["step"]) == (None, 0)
+    assert gt.load(state, store, parts=BOTH, fallback=True).step == 100
+    assert (state["model"]["extra"], state["model"]["step"]) == ({"a": 1, "b": 2}, 100)
+
+
+def test_any_number_of_damaged_steps_is_passed_over(store: str) -> None:
+    steps = range(1, 20)
+    with groupio.connect(store) as client:
+        for step in steps:
+            for part, value in (("model", step), ("optimizer", step + 0.5)):
+                items = {"w": np.full((50, 3), value, np.float32)}
+                client.save(items, epoch=step, part=part).wait("durable", 60)
+        for step in steps[1:]:
+            damage(store, "optimizer", step)
+        state = {part: {"w": torch.zeros(50, 3)} for part in BOTH}
+        report = gt.load(state, store, parts=BOTH, fallback=True)
+        assert (report.step, len(report.skipped_epochs)) == (1, len(steps) - 1)
+        assert [float(state[part]["w"][0, 0]) for part in BOTH] == [1.0, 1.5]
+        assert client.load(parts=BOTH, fallback=True)["model"]["w"][0, 0] == 1
+        damage(store, "optimizer", 1)
+        with pytest.raises(IntegrityError, match="epoch 19"):
+            gt.load(state, store, parts=BOTH, fallback=True)
+        with pytest.raises(IntegrityError, match="epoch 19"):
+            client.load(parts=BOTH, fallback=True)
 
 
 def test_the_core_client_saves_and_loads_parts(store: str) -> None:
@@ -179,6 +237,40 @@ def two_calls(rank: int, folder: Path) -> Any:
         found[f"{part} line"] = [n for n in handle.wait("durable", 60).notes if "lineage" in n]
     found["latest"] = gt.load(state, store, parts=BOTH).step
     return found
+
+
+def unequal_parts(rank: int, folder: Path) -> Any:
+    """Rank 1 has an optimizer of another size; then both have what was saved."""
+    store = os.fspath(folder / "store")
+    for step in (100, 200):
+        for part, made in (("model", model(step)), ("optimizer", optimizer(step))):
+            gt.save(made, store, step=step, part=part).wait("durable", 60)
+    state = wiped()
+    if rank == 1:
+        state["optimizer"] = {"w": torch.zeros(7)}
+    try:
+        gt.load(state, store, parts=BOTH)
+    except StateMismatch as error:
+        found = {"error": error.message}
+    found["before"] = (float(state["model"]["w"].sum()), state["model"]["step"])
+    state["optimizer"] = wiped()["optimizer"]
+    if rank == 0:
+        damage(store, "optimizer", 200)
+    report = gt.load(state, store, parts=BOTH, fallback=True)
+    found["after"] = (report.step, [one.epoch for one in report.skipped_epochs])
+    found["values"] = [float(state[part]["w"][0, 0]) for part in BOTH]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_that_does_not_fit_one_rank_leaves_all_ranks_as_they_were(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, 2, unequal_parts)
+    assert found[0]["error"].startswith("rank 1: ")
+    for one in found.values():
+        assert "w (" in one["error"]
+        assert one["before"] == (0.0, 0)
+        assert one["after"] == (100, [200])
+        assert one["values"] == [100.0, 100.5]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

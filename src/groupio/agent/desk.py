@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from groupio.agent.peer import Peer, staged_notes
 from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
+from groupio.backend.place import Place, find_place, is_same_place
 from groupio.errors import AgentLost, GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
-from groupio.exhaustion import NO_DESCRIPTOR, why
+from groupio.exhaustion import NO_DESCRIPTOR, start_some, why
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
 from groupio.protocol import reasons
+from groupio.wire import Received
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -31,10 +35,17 @@ class Desk:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def take(self, peer: Peer, message: Any) -> None:
+    def take(self, peer: Peer, received: Received) -> None:
         """Handle one message; what a broken client sends never hurts another."""
         try:
-            self._take(peer, message)
+            self._guard(peer, lambda: self._take(peer, received.message, received.fds))
+        finally:
+            for fd in received.fds:
+                os.close(fd)
+
+    def _guard(self, peer: Peer, step: Callable[[], None]) -> None:
+        try:
+            step()
         except GroupIOError as error:
             self._turn_away(peer, error)
         except OSError as error:
@@ -54,9 +65,9 @@ class Desk:
             log=str(self._driver.residence.paths.log),
         )
 
-    def _take(self, peer: Peer, message: Any) -> None:
+    def _take(self, peer: Peer, message: Any, fds: tuple[int, ...]) -> None:
         if isinstance(message, msg.Hello):
-            self._hello(peer, message)
+            self._hello(peer, message, fds)
             return
         if isinstance(message, msg.Ask):
             self._ask(peer, message)
@@ -106,7 +117,55 @@ class Desk:
 
     # -- clients ---------------------------------------------------------
 
-    def _hello(self, peer: Peer, hello: msg.Hello) -> None:
+    def _hello(self, peer: Peer, hello: msg.Hello, fds: tuple[int, ...]) -> None:
+        path = os.path.realpath(hello.store)
+        here: Place | None = None
+        there: Place | None = None
+        try:
+            here = find_place(path)
+            there = find_place(hello.rest, fds[0]) if fds else here
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise
+            here = there = None  # a store that is away does not say which it is
+        if here == there:
+            self._welcome(peer, hello, path, here)
+        else:
+            self._prove(peer, hello, path, os.dup(fds[0]))
+
+    def _prove(self, peer: Peer, hello: msg.Hello, path: str, shown: int) -> None:
+        """Find out whether the client means the directory that is at its path here."""
+
+        def over(error: GroupIOError | None) -> None:
+            def step() -> None:
+                if error is not None:
+                    raise error
+                self._welcome(peer, hello, path, None)
+
+            if peer.connected:
+                self._guard(peer, step)
+
+        def prove() -> None:
+            error: GroupIOError | None = None
+            try:
+                if not is_same_place(path, shown, hello.rest):
+                    error = reasons.other_directory(self._driver.node, path)
+            except GroupIOError as failed:
+                error = None if reasons.is_away(failed) else failed
+            except OSError as failed:
+                log.warning("which directory is at %s is not known: %s", path, failed)
+            finally:
+                os.close(shown)
+            self._driver.post(lambda: over(error))
+
+        thread = threading.Thread(target=prove, name="groupio-place", daemon=True)
+        try:
+            start_some([thread])
+        except GroupIOError:
+            os.close(shown)
+            raise
+
+    def _welcome(self, peer: Peer, hello: msg.Hello, path: str, place: Place | None) -> None:
         driver = self._driver
         if peer.hello is not None or hello.client_id in driver.clients:
             raise InvalidInput("a client said Hello twice")
@@ -117,7 +176,7 @@ class Desk:
             )
         driver.watches.add(peer)
         peer.hello = hello
-        peer.job = driver.job_of(os.path.realpath(hello.store), hello)
+        peer.job = driver.job_of(path, place, hello)
         peer.notes = staged_notes(peer.process.pid)
         driver.clients[hello.client_id] = peer
         driver.send(
@@ -230,6 +289,19 @@ class Desk:
             why = f"kept to the stated uplink of {uplink.rate:.0f} bytes/s"
         return f" Meanwhile node {self._driver.node}'s writes to its stores {why}."
 
+    def _split(self, job: Job | None, missing: tuple[int, ...]) -> str:
+        """What a copy of the job's store, in use on this node, has to do with missing ranks."""
+        if job is None or not job.store.store_id:
+            return ""
+        for other in self._driver.jobs.values():
+            if other is job or other.store.store_id != job.store.store_id:
+                continue
+            peers = (p for p in self._driver.clients.values() if p.job is other)
+            there = {p.hello.rank for p in peers if p.hello is not None}
+            if ranks := tuple(sorted(there.intersection(missing))):
+                return reasons.split_over_copies(ranks, other.path, job.path)
+        return ""
+
     def _tell(self, effect: fx.TellReached | fx.TellFailed) -> None:
         seat, metrics = effect.seat, self._driver.metrics
         over = isinstance(effect, fx.TellFailed) or effect.level is Level.DURABLE
@@ -247,6 +319,7 @@ class Desk:
             error = to_wire(effect.error)
             if isinstance(effect.error, GroupTimeout) and called_at is not None:
                 error["message"] += self._what_held(called_at)
+                error["message"] += self._split(peer.job, effect.error.missing)
             self._driver.send(peer, msg.Failed(seat.save_id, error))
             return
         self._driver.seated(peer)

@@ -32,6 +32,7 @@ from groupio.agent.process import Residence
 from groupio.agent.rest import Rest
 from groupio.agent.uplink import Uplink
 from groupio.agent.workers import WorkerPool
+from groupio.backend.place import Place, find_place
 from groupio.controller.discover import Kind, find_controller
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
@@ -248,9 +249,7 @@ class Driver:
     def _readable(self, peer: Peer) -> None:
         try:
             for received in peer.channel.feed():
-                for fd in received.fds:
-                    os.close(fd)
-                self.do(lambda m=received.message: self.desk.take(peer, m))  # type: ignore[misc]
+                self.do(lambda r=received: self.desk.take(peer, r))  # type: ignore[misc]
         except ChannelClosed as error:
             if str(error) != PEER_CLOSED:
                 log.warning("client %s: %s", peer.hello, error)
@@ -432,8 +431,13 @@ class Driver:
         """What a controller that takes over has to know of the node's groups."""
         return self.machine.held(self.groups_of(job))
 
-    def job_of(self, path: str, hello: msg.Hello) -> Job:
-        """The job that owns the store at ``path``; InvalidInput when it cannot be as asked."""
+    def job_of(self, path: str, place: Place | None, hello: msg.Hello) -> Job:
+        """The job that owns the store at ``path``; InvalidInput when it cannot be as asked.
+
+        ``place`` is what the path leads to, where that is known: a job that knows the same
+        directory by another path has it.
+        """
+        path = self._known_path(path, place)
         where = replace(find_controller(hello.controller, {}), is_here=hello.hosts)
         if not hello.said and self.settings.controller is not None:
             where = find_controller(self.settings.controller, {})
@@ -450,7 +454,7 @@ class Driver:
             name = hello.job or os.path.basename(path) or "job"
             modes = (hello.file_mode, hello.umask)
             store = JobStore(path, name, self.node, self.writer, *modes, expected=hello.store_id)
-            job = Job(path, store)
+            job = Job(path, store, place)
             if where.kind is Kind.LOCAL:
                 job.host = Host(path, store, self, self._numbers)
                 job.host.controller.draining = self.draining
@@ -466,6 +470,18 @@ class Driver:
                 raise reasons.other_store(path, known, hello.store_id)
             job.store.expected = hello.store_id
         return job
+
+    def _known_path(self, path: str, place: Place | None) -> str:
+        """The path by which a job here knows this directory, such as one of another mount."""
+        if path in self.jobs or place is None:
+            return path
+        for other, job in self.jobs.items():
+            # File systems that the path does not lead to may be away, and would hold all up.
+            if job.place is not None and job.place.device == place.device:
+                with contextlib.suppress(OSError):
+                    if find_place(other) == place:
+                        return other
+        return path
 
     def join_network(self) -> Network:
         """What jobs of several nodes need, made when the first one comes."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from groupio.backend.place import Place
 from groupio.controller.host import Host
 from groupio.controller.store import JobStore
 from groupio.errors import IntegrityError
@@ -30,6 +31,8 @@ class Job:
 
     path: str
     store: JobStore
+    place: Place | None = None
+    """What the path led to when the first client came, where that was known."""
     host: Host | None = None
     joining: Joining | None = None
     settling: list[Any] = field(default_factory=list)

@@ -116,6 +116,9 @@ class Joining:
             store_id = store.follow(create=create)
         except NotFound:
             return None
+        self._network.claim(store_id, self._job.path)
+        if self._ended:
+            self._network.release(store_id, self._job.path)
         self._keys = self._read_keys()
         made = open_coordinator(
             self.where,
@@ -540,6 +543,7 @@ class Joining:
         self._hang_up("its agent leaves the job")
         if self._job.host is not None:
             self._network.hosts.pop(self._job.store.store_id, None)
+        self._network.release(self._job.store.store_id, self._job.path)
 
     def shut(self) -> None:
         """After :meth:`leave` and the end of a controller here: let no agent in to it."""

@@ -23,6 +23,7 @@ from groupio.exhaustion import ThreadPool
 from groupio.fabric.open import open_fabric
 from groupio.model import NodeLink
 from groupio.protocol import events as ev
+from groupio.protocol import reasons
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -61,6 +62,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._gates: dict[str, tuple[Keys, Gate]] = {}
         """By store id; one for all, named "", where there is a token."""
+        self._paths: dict[str, str] = {}
         self._port = port
         self.links = Links(
             driver.node,
@@ -97,6 +99,20 @@ class Network:
         keys = Keys.of(store.backend)
         self.fabric.trust(store.store_id, keys.fabric_key)
         return keys
+
+    def claim(self, store_id: str, path: str) -> None:
+        """Let the job at ``path`` be that of this store. StorageError when a copy is in use.
+
+        From any thread. Agents find each other by the id of their store.
+        """
+        owner = self._paths.setdefault(store_id, path)
+        if owner != path:
+            raise reasons.copied_store(path, owner)
+
+    def release(self, store_id: str, path: str) -> None:
+        """The job at ``path`` is over; a copy of its store may be used now."""
+        if self._paths.get(store_id) == path:
+            del self._paths[store_id]
 
     def gate_address(self, store_id: str, keys: Keys) -> str:
         """Where agents of other nodes reach the controller of a store in this process.

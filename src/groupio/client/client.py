@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from groupio.client.loading import Request
     from groupio.client.outgoing import Outgoing, Packer
     from groupio.client.store_reader import StoreReader
+    from groupio.wire import Channel
 
 log = logging.getLogger("groupio.client")
 
@@ -531,6 +532,8 @@ class Client:
                 deadline=deadline,
                 fallback=fallback,
             )
+        if names is not None and not isinstance(names, str):
+            names = list(names)
         request = Request(wanted, self._rewind_to, rank, names, into, deadline)
         return self._load(request, fallback, nested)
 
@@ -541,15 +544,8 @@ class Client:
         if request.epoch == "latest":
             self._settle(request.deadline, nested)
         with self._open_reader() as reader:
-            return load_items(
-                reader,
-                request,
-                threads=self.settings.read_threads,
-                skipped=self.skipped_epochs if fallback else None,
-                on_damage=self._report_damage,
-                client=self,
-                by_agent=not nested,
-            )
+            skipped = self.skipped_epochs if fallback else None
+            return load_items(self, reader, request, skipped=skipped, by_agent=not nested)
 
     def _settle(self, deadline: float, nested: bool) -> None:
         """Wait until what earlier incarnations staged is decided, if an agent can be asked.
@@ -734,7 +730,7 @@ class Client:
                 return self._connections[-1]
             self._connections = [c for c in self._connections if c.saves()]
             connection = Connection.open(
-                self.settings, self._hello, limit, self._again.lost, self._note_store
+                self.settings, self._greet, limit, self._again.lost, self._note_store
             )
             self._connections.append(connection)
             living.add(self)
@@ -743,7 +739,22 @@ class Client:
         finally:
             self._connecting.release()
 
-    def _hello(self) -> msg.Hello:
+    def _greet(self, channel: Channel, timeout_s: float) -> None:
+        """Say who this client is, and show which directory it means by its path."""
+        from groupio.backend.place import open_place
+
+        try:
+            directory, rest = open_place(self._path)
+        except OSError:
+            # Where it cannot even be looked at, there is nothing to mix up.
+            channel.send(self._hello(), timeout_s=timeout_s)
+            return
+        try:
+            channel.send(self._hello(rest), (directory,), timeout_s=timeout_s)
+        finally:
+            os.close(directory)
+
+    def _hello(self, rest: str = "") -> msg.Hello:
         return msg.Hello(
             version=msg.PROTOCOL_VERSION,
             client_id=os.urandom(16).hex(),
@@ -763,6 +774,7 @@ class Client:
             gave_up=self._again.epochs,
             has_saved=self._has_saved,
             store_id=self._store_id,
+            rest=rest,
         )
 
     def _note_store(self, store_id: str) -> None:

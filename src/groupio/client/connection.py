@@ -40,6 +40,9 @@ _RETRY_S = 0.01
 _News = tuple[Any, tuple[int, ...]] | None
 """A message about a read, and the descriptors that came with it."""
 
+_WITH_DESCRIPTORS = (msg.Arena, msg.ReadArena, msg.Pieces, msg.ReadDamaged, msg.ReadRefused)
+"""Messages whose receivers take the descriptors that came with them."""
+
 _SEND_S = 60.0
 """A message that the agent does not take for so long means that it hangs."""
 
@@ -72,13 +75,14 @@ class Connection:
     def open(
         cls,
         settings: Settings,
-        hello: Callable[[], msg.Hello],
+        greet: Callable[[wire.Channel, float], None],
         timeout_s: float,
         on_lost: Callable[[Sequence[int]], None] = lambda epochs: None,
         on_store: Callable[[str], None] = lambda store_id: None,
     ) -> Connection:
         """Connect to the node's agent, starting it if none runs, and introduce this client.
 
+        ``greet`` sends its Hello, within so many seconds.
         ``on_lost`` is told of epochs that this agent will not save for this member, before their
         handles are: their calls had not returned, so that other members may not have called yet.
         ``on_store`` is told of the store that saves go to.
@@ -89,7 +93,7 @@ class Connection:
         try:
             left = max(deadline - time.monotonic(), 0.001)
             with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
-                channel.send(hello(), timeout_s=left)
+                greet(channel, left)
             answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
         except (TimeoutError, ConnectionError) as error:
             channel.close()
@@ -247,8 +251,12 @@ class Connection:
             log.exception("the thread that listens to the agent failed")
             why = f"cannot be understood ({type(error).__name__}: {error})"
         self._lose(why)
+        # Here, not in _lose: descriptors may come with the last bytes that are received.
+        self._channel.close()
 
     def _take(self, received: wire.Received) -> None:
+        if not isinstance(received.message, _WITH_DESCRIPTORS):
+            _close_all(received.fds)
         match received.message:
             case msg.Arena():
                 self._on_arena(received.fds)
@@ -282,8 +290,7 @@ class Connection:
         from groupio.client.arena import ClientArena
 
         if len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             raise AgentLost(f"the agent sent {len(fds)} descriptors for an arena instead of one")
         arena = ClientArena(fds[0])
         with self._lock:
@@ -334,8 +341,7 @@ class Connection:
             if news is not None:
                 news.put((received.message, received.fds))
                 return
-        for fd in received.fds:
-            os.close(fd)
+        _close_all(received.fds)
 
     def _on_standby(self, standby: msg.Standby) -> None:
         if self._arena is None:
@@ -350,7 +356,10 @@ class Connection:
             except GroupIOError as error:
                 log.info("memory is not mapped ahead of time: %s", error.message)
                 return
-            self._standby = orders
+            with self._lock:
+                self._standby = orders
+                if self._lost is not None:
+                    orders.put(None)
         self._standby.put(standby)
 
     @nesting.thread
@@ -380,7 +389,7 @@ class Connection:
             settles = list(self._settles.values())
             self._saves, arena, self._arena = {}, self._arena, None
             standby = self._standby
-        self._channel.close()
+        self._channel.hang_up()
         blocked = [save.handle.epoch for save in saves if not save.is_handed_over]
         if blocked and own is None:
             self._on_lost(blocked)
@@ -392,6 +401,11 @@ class Connection:
             standby.put(None)
         if arena is not None:
             arena.close()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _dial(settings: Settings, deadline: float) -> wire.Channel:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from groupio.client import nesting
 from groupio.client.address import recorded_job, store_address
-from groupio.errors import FormatError, IntegrityError, InvalidInput, NotFound
+from groupio.errors import FormatError, GroupIOError, IntegrityError, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from groupio.client.client import Client
@@ -110,7 +109,7 @@ def as_parts(given: Any, parts: Sequence[str | None], what: str) -> dict[str | N
 
 def steps_in_all(
     stores: Mapping[str | None, str], epoch: int | str, rewind_to: int | None, *, older: bool
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """The epochs that are committed in all of these stores: ``epoch``, with ``older`` those before.
 
     NotFound, naming the part, when ``epoch`` is not in one of them, or a part was never saved.
@@ -169,32 +168,58 @@ def load_parts(
     fallback: bool,
 ) -> dict[Any, dict[str, Any]]:
     """See ``parts`` of :meth:`groupio.client.client.Client.load`; ``deadline`` is monotonic."""
+    from groupio.client.loading import is_damage
+
     wanted = check_parts(parts)
     targets = {} if into is None else as_parts(into, wanted, "into")
     clients = {part: client if part is None else client._part(part) for part in wanted}
+    nested = nesting.is_nested()
     if epoch == "latest":
         for one in clients.values():
-            one._settle(deadline, nesting.is_nested())
+            one._settle(deadline, nested)
     stores = {part: one.store for part, one in clients.items()}
     limits = [one._rewind_to for one in clients.values() if one._rewind_to is not None]
     skipped: list[tuple[int, str]] = []
     first_error: Exception | None = None
-    for step in steps_in_all(stores, epoch, min(limits, default=None), older=fallback):
-        try:
-            found: dict[Any, dict[str, Any]] = {}
-            for part, one in clients.items():
-                left = max(deadline - time.monotonic(), 0.001)
-                items = one.load(step, into=targets.get(part), member=member, deadline_s=left)
-                found[part] = items
-        except DAMAGE as error:
-            if not fallback:
-                raise
-            first_error = first_error or error
-            skipped.append((step, error.message))
-            continue
-        if step != epoch:
-            for one in clients.values():
-                one._origin.loaded(None)
-        client.skipped_epochs = skipped
-        return found
+    with closing(steps_in_all(stores, epoch, min(limits, default=None), older=fallback)) as steps:
+        for step in steps:
+            try:
+                found = _load_step(clients, step, targets, member, deadline, by_agent=not nested)
+            except GroupIOError as error:
+                if not fallback or not is_damage(error):
+                    raise
+                first_error = first_error or error
+                skipped.append((step, error.message))
+                continue
+            if step != epoch:
+                for one in clients.values():
+                    one._origin.loaded(None)
+            client.skipped_epochs = skipped
+            return found
     raise first_error or nothing_in_all(client.store, wanted)
+
+
+@nesting.call
+def _load_step(
+    clients: Mapping[str | None, Client],
+    step: int,
+    targets: Mapping[str | None, Any],
+    member: int | None,
+    deadline: float,
+    *,
+    by_agent: bool,
+) -> dict[Any, dict[str, Any]]:
+    """One step of all parts: no buffer is touched before all fit."""
+    from groupio.client.loading import ItemsLoad, Request
+
+    with ExitStack() as stack:
+        loads = {}
+        for part, one in clients.items():
+            reader = stack.enter_context(one._open_reader())
+            rank = one.rank if member is None else member
+            request = Request(step, None, rank, None, targets.get(part), deadline)
+            loads[part] = ItemsLoad(one, reader, reader.resolve(step), request)
+        found = {part: load.read(by_agent=by_agent) for part, load in loads.items()}
+        for load in loads.values():
+            load.loaded()
+        return found

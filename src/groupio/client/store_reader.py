@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from groupio.client import lineage as order
 from groupio.client.address import refuse_checkpoint
 from groupio.client.chunk_reader import Wants, damage, default_threads, read_chunks
 from groupio.client.collection import collection_paused
-from groupio.client.destinations import destinations
+from groupio.client.destinations import Destination, destinations
 from groupio.errors import (
     FormatError,
     IntegrityError,
@@ -67,6 +67,13 @@ class Fetch(Protocol):
         threads: int,
         epoch: int,
     ) -> list[bytes]: ...
+
+
+class PlannedItems(NamedTuple):
+    """Items to be read: where their bytes go, and the chunks that bring them."""
+
+    made: dict[str, Destination]
+    wants: Wants
 
 
 class StoreReader:
@@ -251,18 +258,53 @@ class StoreReader:
         not, InvalidInput for a buffer that does not fit (nothing has been read then). ``fetch``
         is as in :meth:`read_wants`.
         """
+        planned = self.plan_items(manifest, rank, names, into)
+        return self.read_planned(
+            manifest,
+            planned,
+            deadline=deadline,
+            threads=threads,
+            on_damage=on_damage,
+            fetch=fetch,
+        )
+
+    def plan_items(
+        self,
+        manifest: ManifestReader,
+        rank: int,
+        names: Iterable[str] | None = None,
+        into: Mapping[str, Any] | None = None,
+    ) -> PlannedItems:
+        """The first half of :meth:`read_items`: all checks, nothing is read or filled."""
         member = manifest.member(rank)
         chosen = _choose(manifest, member, names, into)
         layout = member_layout(manifest, member)
         specs = {member.items[index].name: member.items[index] for index in chosen}
         made = destinations(specs, into)
         views = [destination.view for destination in made.values()]
-        wants = _wants(layout, member, chosen, views)
+        return PlannedItems(made, _wants(layout, member, chosen, views))
+
+    def read_planned(
+        self,
+        manifest: ManifestReader,
+        planned: PlannedItems,
+        *,
+        deadline: float | None = None,
+        threads: int | None = None,
+        on_damage: Callable[[Sequence[bytes]], None] | None = None,
+        fetch: Fetch = read_chunks,
+    ) -> dict[str, Any]:
+        """The second half of :meth:`read_items`."""
         self.read_wants(
-            manifest, wants, deadline=deadline, threads=threads, on_damage=on_damage, fetch=fetch
+            manifest,
+            planned.wants,
+            deadline=deadline,
+            threads=threads,
+            on_damage=on_damage,
+            fetch=fetch,
         )
         with collection_paused():
-            return {name: destination.finish() for name, destination in made.items()}
+            return {name: destination.finish() for name, destination in planned.made.items()}
 
     def read_wants(
         self,

@@ -85,7 +85,7 @@ class Controller(AgentsOfJob):
                 if name == REOPEN_TIMER:
                     self._store_away = False
                     return self.open_store(create=True)
-                group = next((g for g in self.groups.values() if g.timer == name), None)
+                return self._on_group_timer(event)
             case ev.InflightPublished(error=error) if error is not None:
                 # The store may have been replaced or lost: look at it anew before the next save.
                 self.store_open = False
@@ -361,6 +361,16 @@ class Controller(AgentsOfJob):
                 other.stands |= (other.lineage, other.epoch) == (group.lineage, group.epoch)
         self._note_attempt(group.key)
 
+    def _on_group_timer(self, event: ev.TimerFired) -> list[fx.Effect]:
+        group = next((g for g in self.groups.values() if g.timer == event.name), None)
+        if group is None:
+            return []
+        effects = group.handle(event) + self._advance(group)
+        if group.unproved:
+            # A proof that failed for another reason than the store's absence is not under way.
+            effects += [e for node in sorted(self.nodes.unproved) for e in self._prove(node)]
+        return effects
+
     def _admit_next(self) -> list[fx.Effect]:
         """Admit what has gathered, in the order of epochs."""
         queued = [g for g in self.groups.values() if g.phase is Phase.QUEUED]
@@ -406,8 +416,8 @@ class Controller(AgentsOfJob):
             if group.ready and not group.store:
                 effects += group.prepare()
         oldest = next((g for g in held if g.store), None)
-        if oldest is not None and oldest.ready and not oldest.unproved:
-            if not self.store_open:
-                return effects + self.open_store(create=True)
-            effects += oldest.prepare()
-        return effects
+        if oldest is None or not oldest.stuck:
+            return effects
+        if not self.store_open:
+            return effects + self.open_store(create=True)
+        return effects + (oldest.prepare() if oldest.ready and not oldest.unproved else [])

@@ -23,7 +23,11 @@ class _Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Hello(_Message, frozen=True):
-    """First message on a connection: who is there and which store it means."""
+    """First message on a connection: who is there and which store it means.
+
+    A descriptor of the deepest existing directory of ``store`` travels with it, where the client
+    can open one; ``rest`` are the names below it.
+    """
 
     version: int
     client_id: str
@@ -50,6 +54,7 @@ class Hello(_Message, frozen=True):
     """This client saved before, with an agent that is lost."""
     store_id: str = ""
     """The store (hex) that this client has used so far: no other one may be at the path now."""
+    rest: str = ""
 
 
 class OpenSave(_Message, frozen=True):

@@ -151,6 +151,37 @@ def other_view(node: str, its: str, ours: str) -> StorageError:
     )
 
 
+def other_directory(node: str, path: str) -> StorageError:
+    """A path leads a client to another directory than the agent of its node."""
+    return StorageError(
+        f"{path} leads this process to another directory than the agent of node {node}, which "
+        "would save to the one that it sees. They are in different containers or mount "
+        "namespaces: mount the store at this path for both, or give the process an agent of its "
+        "own (another GROUPIO_RUNTIME_DIR).",
+        path=path,
+        errno=errno.EREMCHG,
+    )
+
+
+def copied_store(path: str, other: str) -> StorageError:
+    """Two stores with one id are in use on a node; a job of several nodes is found by the id."""
+    return StorageError(
+        f"The stores {path} and {other} have the same id, and are different directories: one is a "
+        f"copy of the other, and {other} is in use on this node. Save to that one on all ranks; or "
+        f"load from {path}, which works as before, and save to a new path.",
+        path=path,
+    )
+
+
+def split_over_copies(ranks: tuple[int, ...], theirs: str, ours: str) -> str:
+    """Added to the error of a group whose missing ranks use a copy of its store."""
+    who = "Rank" if len(ranks) == 1 else "Ranks"
+    return (
+        f" {who} {', '.join(map(str, ranks))} came with {theirs}, a copy of {ours}: let all ranks "
+        "use one of the two."
+    )
+
+
 def _origin(event: ev.MemberOpened) -> str:
     if event.begin_after is not None:
         return f"goes on after epoch {event.begin_after} (rewind_to)"

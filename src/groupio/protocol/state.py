@@ -148,7 +148,8 @@ class GroupState(ABC):
     @property
     def stuck(self) -> bool:
         """It needs an open store to go on."""
-        return self.phase is Phase.QUEUED or self.ready or self.unpublished
+        waits = self.phase in (Phase.PREPARING, Phase.DECIDING) and self.unproved
+        return self.phase is Phase.QUEUED or self.ready or self.unpublished or waits
 
     @property
     def unproved(self) -> bool:

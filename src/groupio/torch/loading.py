@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
-from itertools import islice
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -69,9 +68,6 @@ READ_S = 1800.0
 APPEAR_S = 60.0
 """A network file system may show a manifest to this node so much later than to rank 0's."""
 
-PARTS_TRIES = 16
-"""With ``fallback`` so many steps are tried that are committed in all parts."""
-
 _DAMAGE = (IntegrityError, FormatError)
 
 
@@ -103,7 +99,7 @@ def load(
     what this rank saved and does not load, after a change of world size what no rank loads.
     ``fallback``: a damaged epoch is passed over for the newest intact one before it, on all ranks.
     ``parts``: ``state_dict`` has a state dict for each of these parts (None: the unnamed one); all
-    are filled, one after the other, from the newest step that is committed in all of them.
+    are filled from the newest step that is committed in all of them, once all are known to fit.
 
     Raises on all ranks what went wrong on any: StateMismatch, NotFound, IntegrityError (after
     which the tensors have undefined content), StorageError, GroupTimeout naming ranks that did
@@ -132,19 +128,22 @@ def _load_one(
     process_group: dist.ProcessGroup | None,
     strict: bool,
     nested: bool,
-    fallback: bool = False,
+    fallback: bool,
 ) -> LoadReport:
-    members = find_members(process_group)
-    asked: dict[str, Any] = {"step": step, "strict": strict, "fallback": fallback}
+    asked = {"step": step, "strict": strict, "fallback": fallback}
+    with _quiet(nested), _opened(state_dict, store, asked, process_group) as epoch:
+        while True:
+            epoch.check()
+            if epoch.fill():
+                return epoch.finish()
+
+
+@contextmanager
+def _quiet(nested: bool) -> Iterator[None]:
+    """Within it this process waits for a load."""
     # A nested call sends nothing over the connection that it may have interrupted.
     with collection_paused(), nullcontext() if nested else set_aside():
-        request = _requested(state_dict, store, asked)
-        council = _meet(members, request)
-
-        def collective() -> CollectiveRead:
-            return CollectiveRead(council.beside("exchange", READ_S), process_group)
-
-        return _load(store, request, council, collective, strict=strict, fallback=fallback)
+        yield
 
 
 def _requested(
@@ -180,7 +179,7 @@ def _load_parts(
     nested: bool,
     fallback: bool,
 ) -> LoadReport:
-    """Load each part from the newest step that rank 0 finds committed, and all find intact."""
+    """Load all parts from the newest step that rank 0 finds committed, and all find intact."""
     stores: dict[str | None, Any] = {}
     mine: dict[str, Any] | GroupIOError
     try:
@@ -191,79 +190,122 @@ def _load_parts(
     except GroupIOError as error:
         mine = error
     council = _meet(find_members(process_group), mine)
-    members = council.members
+    steps = _StepsInAll(store, stores, council.members, fallback)
+    with closing(steps), _quiet(nested):
+        while True:
+            number = council.decide(mine, steps.choose)["step"]
+            asked = {"step": number, "strict": strict, "fallback": False}
+            try:
+                reports = _load_step(state_dict, stores, asked, process_group)
+            except _DAMAGE as error:
+                if not fallback:
+                    raise
+                steps.pass_over(number, error)
+                continue
+            if number != step:
+                for one in stores.values():
+                    note_loaded(one, council.members, None)
+            return joined(number, reports, steps.skipped)
 
-    def choose(opinions: list[dict[str, Any]]) -> dict[str, Any]:
-        _check_alike(opinions)
-        clients = {p: client_for(s, members, connected=False) for p, s in stores.items()}
+
+def _load_step(
+    state_dict: dict[Any, Any],
+    stores: Mapping[str | None, Any],
+    asked: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> list[tuple[str | None, LoadReport]]:
+    """One step of all parts: none is touched before all fit, on all members."""
+    with ExitStack() as stack:
+        epochs = {
+            part: stack.enter_context(_opened(state_dict[part], one, asked, process_group))
+            for part, one in stores.items()
+        }
+        for epoch in epochs.values():
+            epoch.check()
+        for epoch in epochs.values():
+            epoch.fill()
+        return [(part, epoch.finish()) for part, epoch in epochs.items()]
+
+
+class _StepsInAll:
+    """Rank 0's part: which step of several parts all load, and which one next."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        stores: Mapping[str | None, Any],
+        members: Members,
+        fallback: bool,
+    ) -> None:
+        self.skipped: list[SkippedEpoch] = []
+        self._store = os.fspath(store)
+        self._stores = stores
+        self._members = members
+        self._fallback = fallback
+        self._first_error: GroupIOError | None = None
+        self._found: Generator[int, None, None] | None = None
+
+    def choose(self, opinions: list[dict[str, Any]]) -> dict[str, Any]:
+        """The next step; NotFound, or the damage of the first one, when there is none."""
+        if self._found is None:
+            _check_alike(opinions)
+            self._found = self._begin(opinions[0]["step"])
+        for number in self._found:
+            return {"step": number}
+        raise self._first_error or nothing_in_all(self._store, list(self._stores))
+
+    def _begin(self, step: int | str) -> Generator[int, None, None]:
+        clients = {
+            part: client_for(one, self._members, connected=False)
+            for part, one in self._stores.items()
+        }
         if step == "latest":
             for client in clients.values():
                 client._settle(time.monotonic() + AGREE_S, nesting.is_nested())
         places = {part: client.store for part, client in clients.items()}
-        found = steps_in_all(places, step, None, older=fallback)
-        steps = list(islice(found, PARTS_TRIES if fallback else 1))
-        if not steps:
-            raise nothing_in_all(os.fspath(store), list(places))
-        return {"steps": steps}
+        return steps_in_all(places, step, None, older=self._fallback)
 
-    steps = council.decide(mine, choose)["steps"]
-    skipped: list[SkippedEpoch] = []
-    for number in steps:
-        try:
-            reports = [
-                (
-                    part,
-                    _load_one(
-                        state_dict[part],
-                        one,
-                        number,
-                        process_group=process_group,
-                        strict=strict,
-                        nested=nested,
-                    ),
-                )
-                for part, one in stores.items()
-            ]
-        except _DAMAGE as error:
-            if number == steps[-1]:
-                raise
-            skipped.append(SkippedEpoch(number, error.message))
-            continue
-        if number != step:
-            for one in stores.values():
-                note_loaded(one, members, None)
-        return joined(number, reports, skipped)
-    raise AssertionError("no step was tried")
+    def pass_over(self, number: int, error: GroupIOError) -> None:
+        """The step is damaged in one of the parts."""
+        self._first_error = self._first_error or error
+        self.skipped.append(SkippedEpoch(number, error.message))
+
+    def close(self) -> None:
+        """Close the stores of the parts."""
+        if self._found is not None:
+            self._found.close()
 
 
-def _load(
+@contextmanager
+def _opened(
+    state_dict: dict[Any, Any],
     store: str | os.PathLike[str],
-    request: _Request | GroupIOError,
-    council: Council,
-    collective: Callable[[], CollectiveRead],
-    *,
-    strict: bool,
-    fallback: bool,
-) -> LoadReport:
+    asked: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> Iterator[_GroupLoad]:
+    """Meet the other members and choose the epoch with them."""
+    request = _requested(state_dict, store, asked)
+    council = _meet(find_members(process_group), request)
     members = council.members
     by_group = False
     job: _Load | GroupIOError
+    said: Any
     try:
         if isinstance(request, GroupIOError):
             raise request
         client = client_for(store, members, connected=False)
-        job = _Load(request.template, client, members, strict)
-        asked: Any = dict(request.asked)
+        job = _Load(request.template, client, members, asked["strict"])
+        said = dict(request.asked)
         by_group = client.settings.fabric == "torch" and not council.alone
         if by_group:
-            job.read_by(collective())
-            asked["fabric"] = "torch"
+            job.read_by(CollectiveRead(council.beside("exchange", READ_S), process_group))
+            said["fabric"] = "torch"
     except GroupIOError as error:
-        job = asked = error
-    chooser = _Chooser(job, fallback)
+        job = said = error
+    chooser = _Chooser(job, asked["fallback"])
     open_job = job if isinstance(job, _Load) else nullcontext()
     with Host(council.alone or by_group) as host, open_job:
-        mine = {"asked": asked, "where": host.where()} if isinstance(job, _Load) else job
+        mine = {"asked": said, "where": host.where()} if isinstance(job, _Load) else job
         try:
             choice = council.decide(mine, chooser.first)
         except NotFound:
@@ -272,25 +314,62 @@ def _load(
             raise
         assert isinstance(job, _Load)  # an error of this rank was raised by decide
         host.link(members.rank, choice["where"])
+        yield _GroupLoad(job, host, council, chooser, choice, asked["step"], by_group=by_group)
+
+
+class _GroupLoad:
+    """The load of one store by all members: each of its steps ends with a decision of them all."""
+
+    def __init__(
+        self,
+        job: _Load,
+        host: Host,
+        council: Council,
+        chooser: _Chooser,
+        choice: dict[str, Any],
+        asked: int | str,
+        *,
+        by_group: bool,
+    ) -> None:
+        self._job = job
+        self._host = host
+        self._council = council
+        self._chooser = chooser
+        self._choice = choice
+        self._asked = asked
+        self._by_group = by_group
+
+    def check(self) -> None:
+        """Plan to fill this member from the chosen epoch. Nothing is touched.
+
+        Returns when every member knows that it can be filled.
+        """
+        job = self._job
         while True:
-            # Nothing is touched before every member knows that it can be filled.
-            council.deadline_s = AGREE_S
-            ready = job.opinion(job.check, choice)
+            self._council.deadline_s = AGREE_S
+            ready = job.opinion(job.check, self._choice)
             if not isinstance(ready, GroupIOError):
-                ready["linked"] = host.linked()
-                direct = by_group or nesting.is_nested()
-                ready["agent"] = not direct and through_agent(client) is not None
-            choice = council.decide(ready, chooser.checked)
-            job.join(host, choice["linked"])
-            if choice["again"]:
-                continue
-            job.heard(choice)
-            council.deadline_s = READ_S
-            choice = council.decide(job.opinion(job.fill, choice), chooser.next)
-            if not choice["again"]:
-                key = DecisionKey(*choice["key"])
-                client._origin.loaded(key if key.epoch == asked["step"] else None)
-                return job.finish(choice)
+                ready["linked"] = self._host.linked()
+                direct = self._by_group or nesting.is_nested()
+                ready["agent"] = not direct and through_agent(job.client) is not None
+            self._choice = self._council.decide(ready, self._chooser.checked)
+            job.join(self._host, self._choice["linked"])
+            if not self._choice["again"]:
+                job.heard(self._choice)
+                return
+
+    def fill(self) -> bool:
+        """Read everything; False when an older epoch was chosen because this one is damaged."""
+        self._council.deadline_s = READ_S
+        mine = self._job.opinion(self._job.fill, self._choice)
+        self._choice = self._council.decide(mine, self._chooser.next)
+        return not self._choice["again"]
+
+    def finish(self) -> LoadReport:
+        """Put the plain values into the dicts and lists of the caller."""
+        key = DecisionKey(*self._choice["key"])
+        self._job.client._origin.loaded(key if key.epoch == self._asked else None)
+        return self._job.finish(self._choice)
 
 
 class _Request(NamedTuple):
@@ -321,6 +400,7 @@ class _Load:
         self._wants = Collector()
         self._arrivals: list[Finish] = []
         self._new: dict[str, Finish] = {}
+        self._values: dict[str, Any] = {}
         self._converted: dict[str, list[Converted]] = {}
         self._notes: list[str] = []
         self._grouped: GroupedRead | CollectiveRead | None = None
@@ -431,6 +511,7 @@ class _Load:
             )
         for arrive in self._arrivals:
             arrive()
+        self._values = {name: decoded() for name, decoded in self._new.items()}
         return {}
 
     def expect_save(self) -> None:
@@ -444,9 +525,8 @@ class _Load:
 
     def finish(self, choice: dict[str, Any]) -> LoadReport:
         """Put the plain values into the given dicts and lists."""
-        values = {name: get() for name, get in self._new.items()}
         for leaf, node in self._matching.replace:
-            leaf.value = adopt(leaf.value, take(node, values))
+            leaf.value = adopt(leaf.value, take(node, self._values))
         for state, metadata in self._matching.versions:
             if hasattr(state, "_metadata"):
                 state._metadata = metadata
