@@ -100,7 +100,6 @@ TRUSTED = {
         "cli.plainjson:to_json",
         "client.chunk_reader:place",
         "client.sources:Tensor.copy_range",
-        "client.store_parts:load_parts",
         "client.store_reader:StoreReader._damage",
         "controller.differing:first_byte",
         "controller.etcd_http:Etcd.await_change",
