@@ -420,4 +420,8 @@ class Controller(AgentsOfJob):
             return effects
         if not self.store_open:
             return effects + self.open_store(create=True)
-        return effects + (oldest.prepare() if oldest.ready and not oldest.unproved else [])
+        if oldest.unproved:
+            # Of those without a proof under way one failed, before the group was taken over.
+            again = sorted(self.nodes.unproved) if oldest.ready else []
+            return effects + [effect for node in again for effect in self._prove(node)]
+        return effects + (oldest.prepare() if oldest.ready else [])

@@ -306,17 +306,18 @@ class Sim:
 
     def say_gone(self, rank: Rank, *, process_gone: bool) -> None:
         """The system of a node tells its agent that a connection, or its process, ended."""
-        node, names = rank.node, [rank.name]
+        node = rank.node
+        # Its first message may be on its way still, and comes before this.
+        names = {rank.name} if rank.connected or rank.name in node.seen else set()
         rank.connected = False
         if not node.up:
             return
         if process_gone:
-            names = [name for name in node.seen if self.ranks[name] is rank]
-        for name in names:
-            if name in node.seen:
-                at = max(rank.last_at, self.engine.now)
-                gone = ev.MemberGone(name, process_gone)
-                self.engine.post_at(at, node.process, node.from_rank, rank, name, gone)
+            names |= {name for name in node.seen if self.ranks[name] is rank}
+        for name in sorted(names):
+            at = max(rank.last_at, self.engine.now)
+            gone = ev.MemberGone(name, process_gone)
+            self.engine.post_at(at, node.process, node.from_rank, rank, name, gone)
 
     def _restart(self, launch: Launch | None) -> None:
         if launch is self.launch:
