@@ -81,6 +81,14 @@ def test_the_chunks_of_a_box_are_all_that_have_a_part_of_it(data: st.DataObject)
         check(spec, wanted)
 
 
+@pytest.mark.parametrize("chunk_bytes", [4, 20, 48])
+def test_the_chunks_of_a_box_in_three_dimensions(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks_module, "CHUNK_BYTES", chunk_bytes)
+    check(tensor("t", (3, 4, 5)), Box((1, 1, 1), (2, 2, 3)))
+
+
 def check(spec: ItemSpec, wanted: Box) -> None:
     starts, shapes = chunk_boxes(spec)
     expected = {}
