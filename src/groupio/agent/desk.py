@@ -14,7 +14,7 @@ from groupio.agent.status import index_bytes, status
 from groupio.agent.survey import Survey
 from groupio.backend.place import Place, find_place, is_same_place
 from groupio.errors import AgentLost, GroupIOError, GroupTimeout, InvalidInput, from_wire, to_wire
-from groupio.exhaustion import NO_DESCRIPTOR, start_some, why
+from groupio.exhaustion import NO_DESCRIPTOR, is_exhaustion, start_some, why
 from groupio.model import PAGE_BYTES, Level
 from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
@@ -48,17 +48,22 @@ class Desk:
             step()
         except GroupIOError as error:
             self._turn_away(peer, error)
-        except OSError as error:
-            if error.errno not in NO_DESCRIPTOR:
+        except (OSError, MemoryError, RuntimeError) as error:
+            if not is_exhaustion(error):
                 raise
             self._turn_away(peer, self.crowded(error))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # No machine has run yet: what was changed is this client's alone.
+            log.exception("a message of process %d cannot be used", peer.pid)
+            why = f"{type(error).__name__}: {error}"
+            self._turn_away(peer, InvalidInput(f"the agent cannot use a message ({why})"))
 
     def _turn_away(self, peer: Peer, error: GroupIOError) -> None:
         log.warning("client of process %d: %s", peer.pid, error)
         self._driver.send(peer, msg.Refused(to_wire(error)))
         self._driver.disconnect(peer)
 
-    def crowded(self, error: OSError) -> AgentLost:
+    def crowded(self, error: BaseException) -> AgentLost:
         """Why no further client can be served."""
         return AgentLost(
             f"the agent cannot take another client: {why(error)}",
@@ -118,6 +123,8 @@ class Desk:
     # -- clients ---------------------------------------------------------
 
     def _hello(self, peer: Peer, hello: msg.Hello, fds: tuple[int, ...]) -> None:
+        if "\0" in hello.store or not os.path.isabs(hello.store):
+            raise InvalidInput(f"a client named the store {hello.store[:200]!r}: no absolute path")
         path = os.path.realpath(hello.store)
         here: Place | None = None
         there: Place | None = None

@@ -264,7 +264,8 @@ class Driver:
                 assert self._loop is not None
                 self._loop.add_writer(peer.channel.fileno(), self._writable, peer)
         except ChannelClosed as error:
-            log.debug("client %s: %s", peer.client, error)
+            # It may have gone before its Hello, as a tool does that is interrupted.
+            log.debug("client of process %d: %s", peer.pid, error)
             self._unreachable(peer)
 
     def _writable(self, peer: Peer) -> None:
