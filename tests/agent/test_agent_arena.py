@@ -175,3 +175,35 @@ def test_prefault_reports_pages_that_cannot_be_had() -> None:
         prefault(mapped, 0, MIB)
     mapped.close()
     os.close(fd)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("only root can mount")
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_memory_that_the_system_does_not_have_is_an_error_and_no_signal(small_tmpfs: Path) -> None:
+    program = Path(__file__).with_name("full_tmpfs.py")
+    done = subprocess.run(
+        [sys.executable, program, small_tmpfs], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    errors = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert errors == ["StagingFull", "StagingFull", "OSError", "OSError"]
+
+
+def test_only_holes_are_filled(arena: MemberArena) -> None:
+    arena.map(0, 8 * MIB)
+    arena.back(0, 4 * MIB)
+    assert arena.resident_bytes() == 4 * MIB
+    arena.back(4 * MIB, 4 * MIB)[:] = b"x" * (4 * MIB)
+    arena.punch(0, MIB)
+    arena.back(0, 8 * MIB)
+    assert arena.resident_bytes() == 8 * MIB
+    assert bytes(arena.map(0, 8 * MIB)[4 * MIB :]) == b"x" * (4 * MIB)

@@ -37,7 +37,7 @@ class Rank:
 
     def __init__(self, chance: random.Random, node: Any, hello: msg.Hello) -> None:
         self.chance, self.saves = chance, 0
-        self.channel = wire.Channel(wire.connect(node.paths.socket, timeout_s=5), msg.ToRank)
+        self.channel = wire.Channel(connected(node), msg.ToRank)
         self.say(self.changed(hello) if chance.random() < 0.3 else hello)
 
     def say(self, message: Any) -> None:
@@ -86,6 +86,17 @@ class Rank:
         with contextlib.suppress(wire.ChannelClosed, TimeoutError):
             self.say(msg.Bye())
         self.channel.close()
+
+
+def connected(node: Any) -> Any:
+    """A connection, once the agent has come to those before it."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return wire.connect(node.paths.socket, timeout_s=5)
+        except BlockingIOError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def hello_of(store: Path, name: str) -> msg.Hello:

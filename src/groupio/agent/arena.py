@@ -57,6 +57,26 @@ def prefault(mapped: mmap.mmap | memoryview, start: int, length: int) -> bool:
     raise OSError(number, os.strerror(number))
 
 
+def back(fd: int, offset: int, length: int) -> None:
+    """Give memory to those pages of a range of a memfd that have none; content stays.
+
+    Touching such a page kills the process (SIGBUS) where the system has no memory for it; here that
+    is an OSError. One cheap call where the whole file has its memory.
+    """
+    if not has_holes(fd):
+        return
+    end = offset + length
+    hole = os.lseek(fd, offset, os.SEEK_HOLE)
+    if hole < end:
+        os.posix_fallocate(fd, hole, end - hole)
+
+
+def has_holes(fd: int) -> bool:
+    """Whether some pages of a memfd have no memory."""
+    status = os.fstat(fd)
+    return status.st_blocks * 512 < status.st_size
+
+
 class MemberArena:
     """One memfd; offsets and lengths are bytes, multiples of PAGE_BYTES. Thread-safe."""
 
@@ -117,6 +137,16 @@ class MemberArena:
             raise exhausted(error, "fill the arena with memory", needed=length) from error
         finally:
             self._use_no_more()
+
+    def back(self, offset: int, length: int) -> memoryview:
+        """As :meth:`map`, with memory for every page: see :func:`back`. Content stays."""
+        view = self.map(offset, length)
+        fd = self._use()
+        try:
+            back(fd, offset, length)
+        finally:
+            self._use_no_more()
+        return view
 
     def punch(self, offset: int, length: int) -> None:
         """Give the memory of an extent back to the system; its bytes read as zero afterwards.

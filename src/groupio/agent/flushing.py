@@ -242,7 +242,7 @@ class Flushing:
         assert isinstance(flush, PlannedFlush)
         rooms = []
         for offset, length in effect.room:
-            view = self._driver.memory.arenas[effect.arena].map(offset, length)
+            view = self._driver.memory.arenas[effect.arena].back(offset, length)
             rooms.append(Room(view, effect.arena, offset))
         flush.run_order(effect.round, effect.order, effect.addresses, rooms)
 
@@ -252,8 +252,9 @@ class Flushing:
         machine = self._driver.machine.groups[effect.group]
         layout = machine.leases[effect.rank].layout
         length = wave.virt_hi - wave.virt_lo
+        # A rank that says that it has copied may not have touched all of it.
         view = (
-            self._driver.memory.arenas[effect.arena].map(effect.offset, length)
+            self._driver.memory.arenas[effect.arena].back(effect.offset, length)
             if length
             else memoryview(b"")
         )

@@ -21,6 +21,7 @@ from groupio.agent.read_incoming import Incoming
 from groupio.agent.read_memory import ReadMemory
 from groupio.agent.read_sources import Epoch
 from groupio.agent.read_window import Slot
+from groupio.exhaustion import why
 from groupio.model import CHUNK_BYTES
 from groupio.protocol import messages as msg
 from groupio.protocol import reading_messages as rm
@@ -126,9 +127,14 @@ class Handing:
     def _copy(self, batch: Sequence[tuple[int, Slot]]) -> None:
         copied = []
         for row, slot in batch:
-            view = self._memory.window.view(slot)
             digest = self._epoch.digest(row)
-            here = self._read.reads.holdings.read_into(self._read.job.store.store_id, digest, view)
+            here = False
+            try:
+                view = self._memory.window.view(slot)
+                scope = self._read.job.store.store_id
+                here = self._read.reads.holdings.read_into(scope, digest, view)
+            except OSError as error:
+                log.warning("chunk %s is not handed out: %s", digest.hex(), why(error))
             if here and blake3(view).digest() != digest:
                 log.error("chunk %s was damaged in memory", digest.hex())
                 here = False

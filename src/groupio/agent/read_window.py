@@ -8,10 +8,11 @@ copied for a reader.
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from groupio.agent.arena import map_shared, sealed_memfd
+from groupio.agent.arena import back, map_shared, sealed_memfd
 from groupio.model import CHUNK_BYTES
 
 WINDOW_BYTES_MAX = 128 << 20
@@ -97,19 +98,32 @@ class ReadWindow:
             os.ftruncate(made, size)
             self._mapped = map_shared(made, 0, size)
             self.fd = os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
+        except BaseException:
             os.close(made)
+            raise
+        self._fd = made
+        self._lock = threading.Lock()
+        self._backed: set[int] = set()
         staged = size // 4
         self.arriving = Area(0, size - staged)
         self.staged = Area(size - staged, staged)
 
     def view(self, slot: Slot) -> memoryview:
-        """The memory of a slot, writable."""
+        """The memory of a slot, writable. OSError when the system has none for it."""
+        first, end = slot.offset, slot.offset + slot.length
+        with self._lock:
+            for block in range(first // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+                if block not in self._backed and self._fd >= 0:
+                    back(self._fd, block * CHUNK_BYTES, CHUNK_BYTES)
+                    self._backed.add(block)
         return memoryview(self._mapped)[slot.offset : slot.offset + slot.length]
 
     def close(self) -> None:
         """Give the memory back; where somebody still looks at it, that goes with the last view."""
         os.close(self.fd)
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
         try:
             self._mapped.close()
         except BufferError:

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
-from groupio.agent.arena import map_shared, prefault
+from groupio.agent.arena import back, has_holes, map_shared, prefault
 from groupio.errors import AgentLost
 from groupio.exhaustion import exhausted, is_exhaustion
 
@@ -66,6 +66,7 @@ class ClientArena:
         with lease.ready:
             if is_new:
                 _populate(lease)
+            self._back(offset, length)
         return lease, lease.address + offset - lease.offset
 
     def prepare(self, offset: int, length: int) -> None:
@@ -73,6 +74,22 @@ class ClientArena:
         lease, _ = self._lease(offset, length)
         with lease.ready:
             _populate(lease, lambda: self._fd < 0)
+
+    def _back(self, offset: int, length: int) -> None:
+        """The agent may have taken the memory of a mapped range back since it was used last."""
+        try:
+            with self._lock:
+                if self._fd < 0 or not has_holes(self._fd):
+                    return
+                fd = os.dup(self._fd)  # it takes long, and another thread may close the arena
+            try:
+                back(fd, offset, length)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not is_exhaustion(error):
+                raise
+            raise exhausted(error, "fill staging memory", needed=length) from error
 
     def _lease(self, offset: int, length: int) -> tuple[Lease, bool]:
         with self._lock:
