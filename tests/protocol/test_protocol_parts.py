@@ -249,3 +249,15 @@ def test_a_path_without_its_store_is_an_error_that_says_what_to_do() -> None:
     for error in (gone, other):
         assert error.message.startswith(("the store that was at /store", "/store leads to"))
         assert "connect again" in error.message
+
+
+def test_errors_about_copies_name_both_directories_and_what_to_do() -> None:
+    """Agents find each other by the id of a store, which a copy has too."""
+    copied = reasons.copied_store("/copy", "/store")
+    assert copied.path == "/copy"
+    assert "/store is in use on this node. Save to that one" in copied.message
+    other = reasons.other_directory("n1", "/store")
+    assert other.path == "/store"
+    assert "node n1" in other.message
+    assert reasons.split_over_copies((3,), "/copy", "/store").startswith(" Rank 3 came with /copy")
+    assert reasons.split_over_copies((1, 3), "/copy", "/store").startswith(" Ranks 1, 3 came")
