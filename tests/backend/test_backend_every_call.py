@@ -20,7 +20,7 @@ from open_files import open_files
 
 NAMES = (
     *("open", "close", "fsync", "pwrite", "pwritev", "pread", "preadv", "link", "rename", "unlink"),
-    *("mkdir", "stat", "lstat", "fstat", "listdir", "fstatvfs", "posix_fadvise"),
+    *("mkdir", "stat", "lstat", "fstat", "listdir", "scandir", "fstatvfs", "posix_fadvise"),
 )
 
 

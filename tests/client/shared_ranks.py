@@ -45,7 +45,8 @@ class Role:
     store), "copy:N" (the N-th chunk brought to its place), "done"; ``seconds`` goes with "late".
 
     ``act``: "kill", "fail" (a storage error), "break" (an error that is none of ours), "late",
-    "damage" (the rank leaves the fill with IntegrityError before it fetched).
+    "damage" (the rank leaves the fill with IntegrityError before it fetched), "no map", "no thread"
+    (from then on the system has none for this rank).
     """
 
     rows: Sequence[int]
@@ -235,6 +236,18 @@ class _Point:
             raise ZeroDivisionError("a defect")
         elif act == "late":
             time.sleep(self._role.seconds)
+        elif act == "no map":
+            shared_window.map_shared = _no_map
+        elif act == "no thread":
+            threading.Thread.start = _no_thread  # type: ignore[method-assign]
+
+
+def _no_map(*_: object) -> Any:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 class _Want:

@@ -15,7 +15,7 @@ from shared_ranks import Outcome, Role, run
 
 from groupio.client import shared_link
 from groupio.client.shared_link import LinkFailed, Meeting, host_identity
-from groupio.errors import GroupAborted, GroupTimeout, StorageError
+from groupio.errors import GroupAborted, GroupTimeout, StagingFull, StorageError
 from groupio.model import CHUNK_BYTES
 
 CHUNKS = 10
@@ -77,6 +77,21 @@ def test_a_failed_rank_tells_all_why(store: Path, place: int, point: str) -> Non
         assert type(outcome.error) is StorageError
         assert outcome.error.message == f"rank {RANKS[place]}: the disk is on fire"
         assert outcome.error.errno == 5
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "word"),
+    [("no map", StagingFull, "ulimit -v"), ("no thread", GroupAborted, "ulimit -u")],
+)
+@pytest.mark.parametrize("place", [0, 2], ids=["hub", "other"])
+def test_a_limit_of_one_rank_is_told_to_all(
+    store: Path, place: int, act: str, kind: type, word: str
+) -> None:
+    outcomes = run(store, roles_with(place, act, "fill"), window_bytes=1, ranks=RANKS)
+    for outcome in outcomes:
+        assert outcome is not None
+        assert type(outcome.error) is kind
+        assert word in outcome.error.message
 
 
 @pytest.mark.parametrize("place", [0, 2], ids=["hub", "other"])

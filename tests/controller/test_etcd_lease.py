@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from groupio.controller import etcd_lease
 from groupio.controller.etcd_http import NoSuchLeaseError
 from groupio.controller.etcd_lease import Lease
-from groupio.errors import ControllerLost, FormatError
+from groupio.errors import ControllerLost, FormatError, GroupAborted
 
 
 class FakeEtcd:
@@ -82,6 +83,15 @@ def test_what_the_check_says_ends_it() -> None:
     assert lost.get(timeout=20) == "its key was replaced"
     lease.join()
     assert not lease.is_held
+
+
+def test_a_lease_that_no_thread_can_keep_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(GroupAborted, match="ulimit -u"):
+        kept(FakeEtcd(), lambda deadline: None)
 
 
 def test_an_end_by_the_owner_is_no_loss() -> None:

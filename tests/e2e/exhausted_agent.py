@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import selectors
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -30,6 +32,8 @@ def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             what = ""
         if not what:
             return real(*args, **named)
+        if name in ("sendmsg", "recvmsg_into") and args[0].family != socket.AF_UNIX:
+            return real(*args, **named)
         (HOLDS / f"{name}.failed").touch()
         if what == "thread":
             raise RuntimeError("can't start new thread")
@@ -41,6 +45,12 @@ def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> int:
     for name in ("memfd_create", "ftruncate", "pidfd_open", "dup"):
         setattr(os, name, failing(name, getattr(os, name)))
+    for name in ("sendmsg", "recvmsg_into"):
+        setattr(socket.socket, name, failing(name, getattr(socket.socket, name)))
+    for name in ("register", "modify"):
+        setattr(
+            selectors.EpollSelector, name, failing(name, getattr(selectors.EpollSelector, name))
+        )
     arena.map_shared = failing("map_shared", arena.map_shared)
     MemberArena.punch = failing("punch", MemberArena.punch)  # type: ignore[method-assign]
     start = failing("thread", threading.Thread.start)

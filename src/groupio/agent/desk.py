@@ -182,6 +182,7 @@ class Desk:
                 f"{msg.PROTOCOL_VERSION}; use one release of groupio on a node"
             )
         driver.watches.add(peer)
+        driver.lives_on(peer)
         peer.hello = hello
         peer.job = driver.job_of(path, place, hello)
         peer.notes = staged_notes(peer.process.pid)

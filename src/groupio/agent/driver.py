@@ -237,8 +237,15 @@ class Driver:
             return
         peer = Peer(channel, pid)
         assert self._loop is not None
+        try:
+            self._loop.add_reader(channel.fileno(), self._readable, peer)
+        except OSError as error:
+            # The kernel has no memory for it, or no watch (fs.epoll.max_user_watches).
+            with contextlib.suppress(ChannelClosed):
+                channel.enqueue(msg.Refused(to_wire(self.desk.crowded(error))))
+            channel.close()
+            return
         self.peers[id(peer)] = peer
-        self._loop.add_reader(channel.fileno(), self._readable, peer)
 
     def _listen(self) -> None:
         assert self._loop is not None
@@ -260,13 +267,19 @@ class Driver:
         if not peer.connected:
             return
         try:
-            if not peer.channel.enqueue(message, fds):
-                assert self._loop is not None
-                self._loop.add_writer(peer.channel.fileno(), self._writable, peer)
+            is_sent = peer.channel.enqueue(message, fds)
         except ChannelClosed as error:
             # It may have gone before its Hello, as a tool does that is interrupted.
             log.debug("client of process %d: %s", peer.pid, error)
             self._unreachable(peer)
+            return
+        if not is_sent:
+            assert self._loop is not None
+            try:
+                self._loop.add_writer(peer.channel.fileno(), self._writable, peer)
+            except OSError as error:  # the kernel cannot watch it: it would never hear the rest
+                log.warning("client of process %d is given up: %s", peer.pid, why(error))
+                self._unreachable(peer)
 
     def _writable(self, peer: Peer) -> None:
         assert self._loop is not None
@@ -317,8 +330,9 @@ class Driver:
 
     def _broke_off(self, peer: Peer) -> None:
         """The connection ended without a word, and the process did not."""
-        if peer.process_gone:
+        if peer.process_gone or peer.broke_off:
             return
+        peer.broke_off = True
         if peer.unseen:
             peer.process_gone = True
         reads = None if self.network is None else self.network.reads
@@ -326,6 +340,12 @@ class Driver:
         peer.fenced = not has_memory and (reads is None or not reads.lends_to(peer.client))
         self._member_gone(peer)
         self._forget_if_over(peer)
+
+    def lives_on(self, peer: Peer) -> None:
+        """A process says Hello again: that it has ended is no longer waited for."""
+        for one in list(self.clients.values()):
+            if one.process == peer.process and not one.connected and not one.closed:
+                self._broke_off(one)
 
     def _process_ended(self, peers: list[Peer]) -> None:
         for peer in peers:

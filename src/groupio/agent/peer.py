@@ -42,6 +42,8 @@ class Peer:
     """It writes to no memory of this agent any more."""
     closed: bool = False
     """It said goodbye."""
+    broke_off: bool = False
+    """Its connection ended without that, and its process lives on."""
     opened: bool = False
     """It opened a save."""
     seated: bool = False
@@ -93,8 +95,12 @@ class Watches:
             if pidfd < 0:
                 peer.unseen = True
                 return
+            try:
+                asyncio.get_running_loop().add_reader(pidfd, self._readable, peer.process)
+            except OSError:
+                os.close(pidfd)
+                raise
             watch = self._watches[peer.process] = _Watch(pidfd)
-            asyncio.get_running_loop().add_reader(pidfd, self._readable, peer.process)
         watch.peers.append(peer)
 
     def _readable(self, process: Process) -> None:

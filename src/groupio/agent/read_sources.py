@@ -17,6 +17,7 @@ from groupio.backend.base import EPOCHS, RandomReader
 from groupio.backend.posix import PosixBackend
 from groupio.client.chunk_reader import RUN_BYTES, Job, Wants, do_job, jobs_of
 from groupio.errors import GroupIOError, IntegrityError, StorageError
+from groupio.exhaustion import start_some
 from groupio.fabric.base import DEADLINE, DIGEST, MISSING, RANGE, Fabric, Outcome, Stop, Want
 from groupio.format.manifest import ManifestReader
 from groupio.model import ChunkTable, DecisionKey, SegmentRef
@@ -279,7 +280,21 @@ class PeerSource:
             if self._active == PULLS_MAX:
                 return
             self._active += 1
-        threading.Thread(target=self._run, name="read-pull", daemon=True).start()
+        try:
+            start_some([threading.Thread(target=self._run, name="read-pull", daemon=True)])
+        except GroupIOError as error:
+            self._go_without(error)
+
+    def _go_without(self, error: GroupIOError) -> None:
+        """No further thread can be had: those that run take the parts, or they count as lost."""
+        log.warning("pulling from node %s: %s", self._peer, error.message)
+        with self._lock:
+            self._active -= 1
+            left = [] if self._active else list(self._waiting)
+            if left:
+                self._waiting.clear()
+        if left:
+            self._told(self._peer, [part.row for part in left], "lost")
 
     def close(self) -> None:
         """Pull nothing more; what is under way counts as lost, at once."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from groupio.agent.uplink import Uplink
+from groupio.exhaustion import start_some
 
 Task = Callable[[], None]
 
@@ -160,9 +161,7 @@ class WorkerPool:
             threading.Thread(target=self._work, args=(tasks, nice), name=f"{kind}-{i}", daemon=True)
             for i in range(count)
         ]
-        for thread in threads:
-            thread.start()
-        return threads
+        return threads[: start_some(threads)]
 
     def _work(self, tasks: queue.SimpleQueue[Task | None], nice: int) -> None:
         # On Linux the priority belongs to the thread; an unprivileged one can only lower it.

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from groupio.exhaustion import start_some
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _IMPORT_S = 30.0
@@ -122,11 +124,15 @@ def imported(name: str) -> None:
 
 
 def prepare() -> None:
-    """Have the thread that starts the others: to start one takes locks of the interpreter."""
+    """Have the thread that starts the others: to start one takes locks of the interpreter.
+
+    GroupAborted when no thread can be started.
+    """
     global _starter
     if _starter is None or not _starter.is_alive():
-        _starter = threading.Thread(target=_serve, name="groupio-starter", daemon=True)
-        _starter.start()
+        made = threading.Thread(target=_serve, name="groupio-starter", daemon=True)
+        start_some([made])
+        _starter = made
 
 
 def _serve() -> None:

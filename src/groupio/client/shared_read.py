@@ -32,6 +32,7 @@ from groupio.errors import (
     IntegrityError,
     StorageError,
 )
+from groupio.exhaustion import exhausted
 from groupio.model import ChunkTable, SegmentRef
 from groupio.plan.sharing import Sharing, share_reading
 
@@ -171,7 +172,12 @@ class GroupedRead:
         work = None
         me = talk.link.me
         try:
-            window = Window(fd, Places(sharing).total_bytes)
+            size = Places(sharing).total_bytes
+            try:
+                window = Window(fd, size)
+            except OSError as error:
+                doing = "map the memory through which the ranks of this host read together"
+                raise exhausted(error, doing, needed=size) from error
             voice = Voice(talk.filled, talk.copied, talk.nudge)
             work = Work(source, wants, sharing, me, window, voice)
             # The ranks of the host share its processors; one thread reads while another copies.

@@ -115,14 +115,15 @@ class Work:
         tasks = len(self._alone) + self._mine.batches + sum(self._expected)
         self._running = min(threads, tasks)
         self.finished = not tasks
-        for number in range(self._running):
-            name = f"groupio-read-{number}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-        if self._threads:
-            started = start_some(self._threads)
+        made = [
+            threading.Thread(target=self._run, name=f"groupio-read-{number}", daemon=True)
+            for number in range(self._running)
+        ]
+        if made:
+            started = start_some(made)
             with self._lock:
-                self._running -= len(self._threads) - started
-            del self._threads[started:]
+                self._running -= len(made) - started
+            self._threads = made[:started]
 
     def take(self, filled: Filled) -> None:
         """Another reader's batch can be copied."""

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
+from groupio.backend.faults import storage_error
 from groupio.client import nesting
 from groupio.client.address import recorded_job, store_address
 from groupio.errors import FormatError, GroupIOError, IntegrityError, InvalidInput, NotFound
@@ -75,11 +76,16 @@ def part_store(store: str | os.PathLike[str], part: str | None) -> str | os.Path
 
 
 def parts_in(path: str) -> list[str]:
-    """The names of the parts that were saved to the store at ``path``, sorted."""
+    """The names of the parts that were saved to the store at ``path``, sorted.
+
+    StorageError when it cannot be listed.
+    """
     try:
         names = os.listdir(os.path.join(path, PARTS))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise storage_error(error, os.path.join(path, PARTS), "list") from error
     found = (name for name in names if _NAME.fullmatch(name))
     return sorted(name for name in found if is_store(os.path.join(path, PARTS, name)))
 
@@ -92,6 +98,8 @@ def is_store(path: str) -> bool:
         return bool(os.listdir(os.path.join(path, "epochs")))
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise storage_error(error, os.path.join(path, "epochs"), "list") from error
 
 
 def words(part: str | None) -> str:

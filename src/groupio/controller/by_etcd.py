@@ -26,7 +26,7 @@ from groupio.controller.coordinator import (
 )
 from groupio.controller.etcd_http import Etcd, KeyValue, NoSuchLeaseError
 from groupio.controller.etcd_lease import Lease
-from groupio.errors import ControllerLost, IntegrityError, InvalidInput
+from groupio.errors import ControllerLost, GroupAborted, IntegrityError, InvalidInput
 from groupio.format.limits import TERM_MAX
 
 TTL_S = 5
@@ -229,7 +229,11 @@ class EtcdCoordinator(Coordinator):
         self._end_lease(revoke=False)
         self._lease = lease
         self._take(mine)
-        self._guard(mine, lease)
+        try:
+            self._guard(mine, lease)
+        except GroupAborted:
+            self.resign()
+            raise
         return True
 
     def _guard(self, mine: Rule, lease: Lease) -> None:

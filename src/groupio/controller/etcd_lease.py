@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from groupio.controller.etcd_http import Etcd, NoSuchLeaseError
 from groupio.errors import ControllerLost
+from groupio.exhaustion import start_some
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,11 +49,13 @@ class Lease:
         """Keep the lease alive; ``on_lost`` is told once why that ended.
 
         ``check(deadline)`` is asked after each prolonging; it may raise ControllerLost.
+        GroupAborted when the system has no thread to give.
         """
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(check, on_lost), name="groupio-lease", daemon=True
         )
-        self._thread.start()
+        start_some([thread])
+        self._thread = thread
 
     def end(self, *, revoke: bool) -> None:
         """Stop; ``revoke`` also gives it back, which deletes its keys at once (best effort)."""

@@ -23,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from groupio.controller.keys import Keys
 from groupio.errors import InvalidInput
+from groupio.exhaustion import start_some
 from groupio.protocol.linkframe import FRAME_BYTES_MAX
 from groupio.seldom import REFUSED_LOG_S, Seldom
 
@@ -311,7 +312,7 @@ class Monitor:
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(address)
         self._thread = threading.Thread(target=self._run, name="control-monitor", daemon=True)
-        self._thread.start()
+        start_some([self._thread])
 
     def close(self) -> None:
         """End the thread; call it before the socket is closed."""

@@ -448,4 +448,8 @@ def _host(frame: zmq.Frame) -> str:
 
 def _end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Free the context once its sockets have lingered, without keeping the loop waiting."""
-    threading.Thread(target=context.term, name="control-end").start()
+    try:
+        threading.Thread(target=context.term, name="control-end").start()
+    except RuntimeError:
+        # No thread can be had: what lingers is lost, and sent again by those who need it.
+        context.destroy(linger=0)

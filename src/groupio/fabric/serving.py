@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from groupio.exhaustion import start_some
 from groupio.fabric import frames
 from groupio.fabric.auth import JobKeys, Refused, prove_server
 from groupio.fabric.base import Provider, Served
@@ -79,7 +80,7 @@ class Server:
         self._strangers = 0
         self._streams: dict[Stream, threading.Thread] = {}
         self._acceptor = threading.Thread(target=self._accept, name="fabric-accept", daemon=True)
-        self._acceptor.start()
+        start_some([self._acceptor])
 
     def close(self) -> None:
         """End the listener and all connections, and wait for their threads."""

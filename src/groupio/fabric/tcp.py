@@ -7,6 +7,7 @@ wants and hashes each piece right after it came, while the system receives the n
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -16,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
-from groupio.errors import InvalidInput
+from groupio.errors import GroupAborted, InvalidInput
+from groupio.exhaustion import start_some
 from groupio.fabric import frames
 from groupio.fabric.auth import PROOF_BYTES, JobKeys, Refused
 from groupio.fabric.base import (
@@ -117,7 +119,11 @@ class TcpFabric(Fabric):
         if not self._announce and ipaddress.ip_address(numeric.partition("%")[0]).is_unspecified:
             raise InvalidInput(f"the fabric listens on {numeric}; say which address peers can use")
         listener = socket.create_server(target[:2], family=family, backlog=128)
-        self._server = self._open_server(listener, provider)
+        try:
+            self._server = self._open_server(listener, provider)
+        except GroupAborted:
+            listener.close()
+            raise
         return format_address(announced, listener.getsockname()[1])
 
     def pull(
@@ -187,13 +193,15 @@ class TcpFabric(Fabric):
             threading.Thread(target=work, args=(True,), name="fabric-pull", daemon=True)
             for _ in range(min(self._streams, count) - 1)
         ]
-        for thread in threads:
-            thread.start()
+        # Without its extra threads a pull is slower, no more.
+        with contextlib.suppress(GroupAborted):
+            del threads[start_some(threads) :]
         try:
             work(False)
         finally:
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
 
     def _pull_on_one(
         self,
