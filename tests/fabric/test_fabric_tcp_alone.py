@@ -254,6 +254,10 @@ def test_data_sockets_are_of_the_lowest_priority() -> None:
         stream = dial(address)
         assert server._server is not None
         tune(stream._sock)
+        end = time.monotonic() + 10
+        # The dialling end does not wait for the thread that takes the connection in.
+        while not server._server._streams and time.monotonic() < end:
+            time.sleep(0.001)
         (theirs,) = server._server._streams
         for sock in (stream._sock, theirs._sock):
             assert sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == LOWER_EFFORT
