@@ -33,6 +33,7 @@ TORCH_PACKAGES = ("torch", "demo", "testing", "bench")
 
 CHANGELOG_SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 MACHINE_PATH = re.compile(r"(?<![\w.<$}])/(?:work|root|home|Users|mnt/data)/(?!<)\w")
+QUESTION = re.compile(r"(?:What|Which|Who|Whose|Where|How|Why|When|Whether)\b")
 UNOWNED_NOTE = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b(?!\([a-z][\w-]*\))")
 
 
@@ -144,6 +145,11 @@ def test_every_public_name_has_a_docstring() -> None:
             problems.append(f"{name_of(path)}: the module has no docstring")
         problems += [f"{name_of(path)}:{line} {name}" for line, name in undocumented(tree.body, "")]
     report(problems)
+
+
+def test_module_docstrings_say_what_the_module_is_or_does() -> None:
+    docs = ((path, ast.get_docstring(tree_of(path)) or "") for path in SOURCES)
+    report([f"{name_of(path)}: {doc.splitlines()[0]}" for path, doc in docs if QUESTION.match(doc)])
 
 
 def test_annotations_are_deferred_and_imports_absolute() -> None:

@@ -1,4 +1,4 @@
-"""Where clients' messages become events, and levels and failures become messages."""
+"""Turns clients' messages into events, and levels and failures into messages to them."""
 
 from __future__ import annotations
 

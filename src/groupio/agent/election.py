@@ -1,4 +1,4 @@
-"""Who rules over a job, asked of its coordinator for one agent.
+"""Asks the coordinator of a job for its controller, on behalf of one agent.
 
 Blocking calls, for the job's own thread.
 """

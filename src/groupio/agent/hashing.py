@@ -1,4 +1,4 @@
-"""How chunks are cut into tasks and named by digest.
+"""Cuts chunks into tasks and names them by digest.
 
 Functions on arrays only: who calls them when is the pipeline's business.
 """

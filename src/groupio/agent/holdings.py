@@ -1,4 +1,4 @@
-"""Which chunks this node has in memory, for peers and readers that ask by digest.
+"""The chunks that this node has in memory, for peers and readers that ask by digest.
 
 Chunks of a group in flight lie still until it is closed: they are sent from where they lie, and the
 group is closed only when nobody is being sent any of them. Those of a committed epoch stay where

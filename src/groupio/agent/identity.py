@@ -1,4 +1,4 @@
-"""Who a process is: to those who look at its store later, and to those on other nodes."""
+"""The identity of a process: host, boot, pid and start time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunks the store has already: the digests of the newest committed epochs.
+"""Index of the chunks that the store has: the digests of the newest committed epochs.
 
 Sorted arrays, not a dictionary: 58 bytes a chunk, and thousands of digests are looked up by one
 call. A hit is only a hit when all 32 bytes and the length are equal. The arrays are all that is

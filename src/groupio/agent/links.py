@@ -1,4 +1,4 @@
-"""What this node's links really give, measured by what goes over them anyway.
+"""Measures the rates of this node's links from the transfers that use them.
 
 A plan needs the free share of a link, not the rate of its port: what the job's own traffic and
 other jobs leave. The best of the last transfers is what there is; where a rate was given, it is

@@ -1,4 +1,4 @@
-"""How much host memory the agent may use when nobody says."""
+"""Default budget of staging memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent counts, and the Prometheus text of it.
+"""Counters of the agent, and their Prometheus text.
 
 Counting costs a dictionary update under a lock; prometheus-client is imported when somebody asks.
 """

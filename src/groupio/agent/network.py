@@ -1,4 +1,4 @@
-"""What an agent needs once one of its jobs spans nodes: keys, doors to others, its holdings."""
+"""The agent's side of jobs that span nodes: keys, connections to other agents, its holdings."""
 
 from __future__ import annotations
 

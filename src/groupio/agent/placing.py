@@ -1,4 +1,4 @@
-"""Where new chunks go in a segment: runs stay whole, small ones are packed.
+"""Places new chunks in a segment: runs stay whole, small ones are packed.
 
 A run is chunks of one item that follow each other in the arena, and they do so in the segment. A
 large run has pages of its own and lies in them as it does in the arena, so that whole pages are

@@ -1,4 +1,4 @@
-"""What makes the agent a process of its own: its directory, locks, socket and detachment.
+"""Makes the agent a process of its own: its directory, locks, socket and detachment.
 
 All agents and clients of one user on one node meet in the runtime directory::
 

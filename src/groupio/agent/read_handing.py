@@ -1,4 +1,4 @@
-"""What goes from a read to the ranks of its node, in the memory that they can see.
+"""Delivers the chunks of a read to the ranks of its node through shared memory.
 
 Chunks that came for the read are handed out where they lie. Those of this node's staging memory
 are copied first, a few at a time: that memory may be used again at any moment.

@@ -1,4 +1,4 @@
-"""What comes for a read: chunks are got from the store and from peers as its machine says."""
+"""Fetches the chunks of a read from the store and from peers, as its machine directs."""
 
 from __future__ import annotations
 

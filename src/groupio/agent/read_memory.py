@@ -1,4 +1,4 @@
-"""Which chunks of a read lie where in its window, who looks at them, and what may go.
+"""Book of a read window: where each chunk lies, who uses it, and what may be evicted.
 
 The event loop decides; the threads that serve other nodes only look chunks up and hold them while
 they send.

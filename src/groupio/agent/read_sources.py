@@ -1,4 +1,4 @@
-"""Where the chunks of a read come from: the store and the agents of other nodes, in threads."""
+"""Sources of a read's chunks, in threads: the store and the agents of other nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a client finds the node's agent, and starts it when there is none.
+"""Finds the node's agent for a client, and starts it when there is none.
 
 Any number of ranks may come at the same time: one of them starts the agent, under a lock, the
 others find it. Imports little, because every rank runs it before its first save.

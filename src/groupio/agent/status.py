@@ -1,4 +1,4 @@
-"""What ``groupio status`` shows: the agent, its memory, its jobs and who waits for whom."""
+"""The answer to ``groupio status``: the agent, its memory, its jobs and who waits for whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node stored of a planned group so far, over all rounds, as a report."""
+"""Reports what a node has stored of a planned group, over all rounds."""
 
 from __future__ import annotations
 

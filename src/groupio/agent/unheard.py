@@ -1,4 +1,4 @@
-"""What happened to a node's clients while there was no controller to tell."""
+"""Events of a node's clients that are kept while there is no controller to tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast bytes go from this node to its stores, and come from them: a stated rate and a share.
+"""Limits the bytes between a node and its stores: a stated rate and a duty cycle.
 
 What the agent writes into segments, and reads out of them for grouped loads, keeps to the rate
 that the settings state, each way, of all jobs together. While ranks are in foreground intervals

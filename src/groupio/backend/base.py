@@ -1,4 +1,4 @@
-"""What every backend does: the interface of a store, and what is durable when a call returns.
+"""The interface of a store, and what is durable when each call returns.
 
 A store has six folders of small records and segments. Records are created whole or not at all
 and never changed afterwards; the decision of an epoch is the one that is *created if absent*.

@@ -1,4 +1,4 @@
-"""Which file system a directory is on, and whether it outlives this node."""
+"""The file system of a directory, and whether it outlives this node."""
 
 from __future__ import annotations
 

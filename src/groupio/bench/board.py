@@ -1,4 +1,4 @@
-"""Where processes of ``groupio bench coordination`` say when each step was, and wait for starts.
+"""Shared board of ``groupio bench coordination``: times of steps, and the start signal.
 
 A file of float64 readings of ``time.monotonic``, which all processes of a machine share, mapped by
 each of them; 0 is "not yet". Epochs are counted from 1, and each has a row of its own.

@@ -1,4 +1,5 @@
-"""How long a group of several nodes takes to agree: real members, real agents, one machine.
+"""Measures how long a group of several nodes takes to agree: real members, real agents, one
+machine.
 
 Every member is a client process that calls ``Client.save``, every agent a process of its own; they
 meet over loopback as agents of different nodes do. Two legs of every epoch are measured, in

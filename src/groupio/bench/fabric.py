@@ -1,4 +1,4 @@
-"""How near the TCP fabric comes to one raw socket stream: two processes on loopback.
+"""Compares the TCP fabric with one raw socket stream: two processes on loopback.
 
 ``python -m groupio.bench.fabric --json FILE`` moves the same chunks from the memory of one process
 to the memory of another: by one plain socket, by the fabric without digests, and with them. They

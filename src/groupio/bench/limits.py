@@ -1,4 +1,5 @@
-"""What the machine can do at most: copy, hash, write and read the same bytes, and nothing else."""
+"""Measures the limits of the machine: copy, hash, write and read the same bytes, and nothing
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell the launcher: one JSON object a line, in a file for each rank."""
+"""Messages of ranks to the launcher: one JSON object a line, in a file for each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure: shapes, systems and sizes, checked before any process starts."""
+"""Options of a measurement: shapes, systems and sizes, checked before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each rank of a benchmark runs: ``python -m groupio.bench.rank OPTIONS.json RANK FOLDER``."""
+"""The program of each rank of a benchmark: ``python -m groupio.bench.rank OPTIONS.json RANK
+FOLDER``."""
 
 from __future__ import annotations
 

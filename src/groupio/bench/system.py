@@ -1,4 +1,4 @@
-"""What a measured system has to be able to do."""
+"""The interface of a measured system."""
 
 from __future__ import annotations
 

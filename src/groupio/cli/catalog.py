@@ -1,4 +1,4 @@
-"""What a store lists: its decisions, opened no further than their headers."""
+"""Lists the decisions of a store, opened no further than their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``groupio doctor`` checks: one function a question, each with a finding and advice."""
+"""The checks of ``groupio doctor``: one function a question, each with a finding and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine allows: memory limits, process limits, and who ends whom.
+"""Limits of this machine: memory, processes, and who may end whom.
 
 All paths are below ``Host.root``, so that tests can lay out a machine of their own.
 """

@@ -1,4 +1,4 @@
-"""How commands speak: one JSON object on stdout, or tables for people; errors in one line."""
+"""Output of commands: one JSON object on stdout, or tables for people; errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank calls.
+"""The API that a rank calls.
 
 In the order of the data of a save:
 

@@ -1,4 +1,4 @@
-"""Where a store is, checked as far as it can be without opening it."""
+"""Checks the address of a store as far as that goes without opening it."""
 
 from __future__ import annotations
 

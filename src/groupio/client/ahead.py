@@ -1,4 +1,4 @@
-"""What is done in the background ahead of a first save, while the job loads or trains.
+"""Prepares a first save in the background, while the job loads or trains.
 
 Only an advance: whatever fails here is said by the save itself, which does it again.
 """

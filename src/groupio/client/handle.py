@@ -1,4 +1,4 @@
-"""What has become of one save."""
+"""The handle of one save: its levels, its times and its error."""
 
 from __future__ import annotations
 

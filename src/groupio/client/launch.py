@@ -1,4 +1,4 @@
-"""Who this process is in its job: rank and world size from arguments or from the launcher."""
+"""Finds the rank and the world size of this process, from arguments or from the launcher."""
 
 from __future__ import annotations
 

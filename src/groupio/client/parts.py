@@ -1,4 +1,5 @@
-"""What all members saved, by name: which boxes of a tensor there are, and who has which value.
+"""Index of what all members saved, by name: the boxes of each tensor, and the holders of each
+value.
 
 A member's own items come first: where they give what is wanted, nothing of the other members is
 even decoded. Members with equal item tables are looked at once.

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other: an abstract Unix socket of the lowest of them.
+"""Connects the ranks of one host: an abstract Unix socket of the lowest of them.
 
 An abstract name needs no directory and is gone with its process; it is seen in one network
 namespace only, and any user may connect to it: both sides check who the other one is.

@@ -1,4 +1,4 @@
-"""What the ranks of one host say to each other while they read an epoch together.
+"""Messages between the ranks of one host that read an epoch together.
 
 All talk passes through the *hub*, the lowest rank of the host. Ranks are numbered within the host,
 0 is the hub. ``round`` counts the fills of one load: what belongs to an earlier one is passed over.

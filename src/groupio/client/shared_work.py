@@ -1,4 +1,5 @@
-"""What one rank does in a grouped read: fills slots for others, empties theirs, reads its own."""
+"""The worker of one rank in a grouped read: fills slots for others, empties theirs, reads its
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of an item come from, and how a range of them is copied to an address.
+"""Sources of an item's bytes, and how a range of them is copied to an address.
 
 All copies run on the thread that calls: it is the one whose tensors must not change meanwhile.
 """

@@ -1,1 +1,1 @@
-"""Who runs a job's groups, where it is found, and how agents talk to it."""
+"""The controller of a job: how it is elected and found, and how agents talk to it."""

@@ -1,4 +1,4 @@
-"""Who is the controller of a job: one rule at a time, named by a term that only grows.
+"""Leadership of a job: one controller at a time, named by a term that only grows.
 
 A coordinator is the place where agents agree on that: a record in the store
 (:mod:`groupio.controller.by_store`) or a key in etcd (:mod:`groupio.controller.by_etcd`). Every

@@ -1,4 +1,4 @@
-"""What ``groupio status`` shows of a job, as its controller sees it."""
+"""Describes a job for ``groupio status``, as its controller sees it."""
 
 from __future__ import annotations
 

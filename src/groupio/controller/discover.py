@@ -1,4 +1,4 @@
-"""Where the controller of a job is to be found: said by somebody, or by the job's launcher.
+"""Finds the controller of a job: named by the caller, or by the job's launcher.
 
 In this order; the first that says something counts:
 

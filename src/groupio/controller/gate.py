@@ -1,4 +1,4 @@
-"""Where agents of other nodes reach the controllers of this process."""
+"""Accepts agents of other nodes for the controllers of this process."""
 
 from __future__ import annotations
 

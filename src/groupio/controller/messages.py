@@ -1,4 +1,4 @@
-"""What an agent and a controller's process say to each other besides events and orders.
+"""Messages between an agent and a controller's process besides events and orders.
 
 The agent speaks first. After ``NodeWelcome`` it sends ``NodeJoined``; from then on it sends events
 of its node and its clients, and the controller sends orders and news of members.

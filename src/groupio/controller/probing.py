@@ -1,4 +1,4 @@
-"""Whether the controller of a recorded rule still answers; the store alone cannot say that."""
+"""Asks whether the controller of a recorded rule still answers; the store alone cannot say that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new controller does with what earlier ones left undecided in a store.
+"""Recovers a store: decides or keeps what earlier controllers left undecided.
 
 An attempt is undecided when it has an in-flight record, a prepared record or segments, and no
 decision. A whole prepared record is completed: everything that it names was durable before it was

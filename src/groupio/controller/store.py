@@ -1,4 +1,4 @@
-"""What a job's controller asks of its store, as blocking calls for one worker thread."""
+"""The store of a job as its controller uses it: blocking calls for one worker thread."""
 
 from __future__ import annotations
 

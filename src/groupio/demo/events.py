@@ -1,4 +1,4 @@
-"""What ranks tell the director of the demonstration: JSON lines, one file per rank."""
+"""Messages of ranks to the director of the demonstration: JSON lines, one file per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demonstration shows while it runs."""
+"""Shows the progress of the demonstration while it runs."""
 
 from __future__ import annotations
 

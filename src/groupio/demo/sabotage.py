@@ -1,4 +1,4 @@
-"""How a rank of the demonstration dies: by SIGKILL, in the middle of copying its state."""
+"""Kills a rank of the demonstration by SIGKILL, in the middle of copying its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of the demonstration runs: ``torchrun -m groupio.demo.train ...``.
+"""The program of each rank of the demonstration: ``torchrun -m groupio.demo.train ...``.
 
 It trains the GPT of :mod:`groupio.demo.model` and saves its whole state with groupio every few
 steps. It starts from the newest epoch of the store if there is one.

@@ -1,4 +1,4 @@
-"""Whether a door is what was published: its record, its files, and whose door it is.
+"""Checks whether a door is what was published: its record, its files, and whose door it is.
 
 A damaged door hurts no epoch: it is derived, and ``groupio export --dcp`` makes it again.
 """

@@ -1,4 +1,4 @@
-"""What a door of an epoch shows: the union of what its members saved, by name.
+"""The content of an epoch's door: the union of what its members saved, by name.
 
 Where members differ without having declared it, the lowest rank's value stands under the name.
 Names and paths are those that ``torch.distributed.checkpoint`` gives to the same state dict.

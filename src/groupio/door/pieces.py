@@ -1,4 +1,4 @@
-"""Which stretches of the segments are pieces of a tensor that torch can read where they lie.
+"""Finds the stretches of segments that are pieces of a tensor which torch can read in place.
 
 A *piece* is a box of a tensor whose chunks follow each other in one segment and start where a row
 of the segment's frames makes a tensor readable. What has no fitting row is to be copied.

@@ -1,1 +1,1 @@
-"""How bytes move between nodes: TCP, collectives of torch, transfer engines."""
+"""Data paths between nodes: TCP, collectives of torch, transfer engines."""

@@ -1,4 +1,4 @@
-"""Who may open a data connection: both ends prove that they know the job's token.
+"""Authentication of data connections: both ends prove that they know the job's token.
 
 Three fixed-size messages and the name of the job. Each side chooses a nonce; each proof is a
 keyed BLAKE3 over the role, both nonces and the job, so that no proof fits another connection,

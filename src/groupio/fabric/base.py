@@ -1,4 +1,4 @@
-"""What every fabric does: the interface by which chunks move between the memories of nodes.
+"""The interface of a fabric, by which chunks move between the memories of nodes.
 
 The receiver pulls. It names chunks by digest and says where their bytes go; the serving side
 looks them up in what it holds (its ``Provider``) and answers in the order in which it has them.

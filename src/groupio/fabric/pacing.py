@@ -1,4 +1,4 @@
-"""How fast a node may move bytes: a token bucket for each direction of a link, and a share.
+"""Paces the bytes that a node moves: a token bucket for each direction of a link, and a share.
 
 Storage has the lowest priority on a node. While the job communicates (a foreground
 interval), the share goes down: bytes keep to a part of the rate, or pause.

@@ -1,4 +1,4 @@
-"""What must hold inside a manifest beyond its digests."""
+"""Checks what must hold inside a manifest beyond its digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an item is cut into chunks.
+"""Cuts items into chunks.
 
 The cuts lie on a grid in the *global* coordinates of a tensor, so that a rank that holds another
 part of it (after a change of world size) finds the same inner chunks, byte for byte, and they

@@ -1,4 +1,4 @@
-"""Which nodes keep copies of which chunks, so that k failure domains hold every chunk.
+"""Chooses the nodes that keep copies, so that k failure domains hold every chunk.
 
 What several nodes hold anyway counts as copies; only chunks that too few domains hold move. Memory
 for copies is reserved before anybody knows the contents. Each node therefore has *partners*: one or

@@ -1,4 +1,4 @@
-"""Where the holders of a diverging item begin to differ, as far as digests can tell."""
+"""Finds where the holders of a diverging item begin to differ, as far as digests can tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors the frames of a segment show: boxes that start at each chunk of a run.
+"""Finds the tensors that the frames of a segment show: boxes that start at each chunk of a run.
 
 A run is some chunks of one item that follow each other in memory and in the file. Torch can read
 a box of the item out of it wherever the elements of the box are one stretch of the run. From each

@@ -1,4 +1,4 @@
-"""Which live node has which chunk in memory, and what is stored already."""
+"""Tables of the live nodes that have each chunk in memory, and of what is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a member's items lie in its lease, and in which waves they pass through it.
+"""Layout of a member's items in its lease, and the waves in which they pass through it.
 
 A lease is linear: *virtual offsets* count from its start. Large items come first, each on a page
 of its own, so that their chunks go to the disk straight from the arena. Small ones follow in two

@@ -1,4 +1,4 @@
-"""Which saved chunks hold a wanted box of a tensor, and which part of each.
+"""Finds the saved chunks that hold a wanted box of a tensor, and which part of each.
 
 Boxes are in the *global* coordinates of the tensor. What a rank wants on loading need not be what
 any rank saved: :func:`cover` says which saved boxes give which parts of it, :func:`overlap` which

@@ -1,4 +1,4 @@
-"""Who writes which chunk, over which uplink, and what moves over the fabric for that.
+"""Plans a flush: the writer and uplink of each chunk, and what moves over the fabric for that.
 
 The plan is made over *classes*: chunks with the same holders and the same exact length are one row
 with a count. There are few classes whatever the number of chunks. First the best flush of

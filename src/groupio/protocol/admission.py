@@ -1,4 +1,4 @@
-"""Which nodes hold memory for a group: all at once, or one after the other.
+"""Admits a group to memory on its nodes: on all at once, or on one after the other.
 
 A group of several nodes first asks all of them not to wait. When one has no room now, the others
 give back what they hold, and the nodes are asked again one after the other in the order of their

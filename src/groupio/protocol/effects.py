@@ -1,4 +1,4 @@
-"""What the machines ask their driver to do, in the order given.
+"""Effects: requests of the machines to their driver, in the order given.
 
 Each store effect says in its docstring what must be durable when its answer comes. Store effects
 with one key are executed in the order given, and OpenStore after all that were given before it.

@@ -1,4 +1,4 @@
-"""What happens to the machines. A failure, a timeout and an answer of the store are events."""
+"""Events, the input of the machines: failures, timeouts and answers of the store are events too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an agent finds, follows and replaces the controller of a job.
+"""The machine by which an agent finds, follows and replaces the controller of a job.
 
 A controller rules under a *term*; terms only grow, and the coordinator says who rules. A broken
 connection is made anew for a while: a blip loses nothing. Then the agent campaigns, and whoever

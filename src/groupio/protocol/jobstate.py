@@ -1,4 +1,4 @@
-"""What the controller of one job knows: clients, nodes, groups, and what stands in the store."""
+"""State of one job's controller: clients, nodes, groups, and what stands in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which committed epochs belong to the line that ``latest`` follows."""
+"""Selects the committed epochs of the line that ``latest`` follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a controller knows of the processes of its job."""
+"""Records of the processes of a job, as its controller knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent machine of one node knows: its groups, their leases, and its memory."""
+"""State of one node's agent machine: its groups, their leases, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to the job by its Hello, so that no group waits for a rank that will not come.
+"""The members of a job by their Hellos, so that no group waits for a rank that will not come.
 
 A rank is known here from its connection on, long before its first save. When it goes away before
 it came to a group that waits for it, the group gives it a short while to come back and then fails

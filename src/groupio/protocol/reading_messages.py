@@ -1,4 +1,4 @@
-"""What the reading machines and their drivers say to each other.
+"""Messages between the reading machines and their drivers.
 
 ``key`` names one read: a store and the committed epoch that is read from it. Rows are those of
 the epoch's chunk table, int32[n]. What travels between nodes comes first; the rest stays on its

@@ -1,4 +1,4 @@
-"""Which chunks a node gets next, from where, and how much memory its read occupies."""
+"""Queue of the chunks that a node gets next, from where, and the memory that its read occupies."""
 
 from __future__ import annotations
 

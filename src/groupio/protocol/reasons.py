@@ -1,4 +1,4 @@
-"""Why the protocol refuses a member or gives a group up: one clear sentence each."""
+"""Errors with which the protocol refuses a member or gives a group up: one clear sentence each."""
 
 from __future__ import annotations
 

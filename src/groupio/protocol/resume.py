@@ -1,4 +1,4 @@
-"""What a new controller finds of its predecessor: attempts in the store, groups in memory."""
+"""State that a new controller takes over: attempts in the store, groups in memory."""
 
 from __future__ import annotations
 

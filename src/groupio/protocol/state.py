@@ -1,4 +1,4 @@
-"""What is known of one group, and what its members are told of it."""
+"""State of one group, and what its members are told of it."""
 
 from __future__ import annotations
 

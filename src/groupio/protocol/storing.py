@@ -1,4 +1,4 @@
-"""How a sealed group of several nodes gets its bytes into the store, round by round.
+"""Stores a sealed group of several nodes, round by round.
 
 A round is one plan of who writes, moves and keeps which chunks. A new round is planned when a node
 is lost or cannot get chunks that it was told to fetch. What nodes have done, and what living nodes

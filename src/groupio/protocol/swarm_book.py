@@ -1,5 +1,5 @@
-"""What a controller knows of one grouped read: which node has, wants and gets which chunk from
-whom. Nodes are numbered in the order in which they came; a lost node keeps its number."""
+"""Book of one grouped read: the chunks that each node has, wants and gets, and from whom. Nodes are
+numbered in the order in which they came; a lost node keeps its number."""
 
 from __future__ import annotations
 

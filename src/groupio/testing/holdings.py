@@ -1,4 +1,4 @@
-"""What tests of fabrics serve and ask for: chunks in plain memory, some of them still to come."""
+"""Chunks in plain memory for tests of fabrics, some of them still to come."""
 
 from __future__ import annotations
 

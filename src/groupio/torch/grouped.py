@@ -1,4 +1,4 @@
-"""Which ranks of a process group share a host, and how they come to read together there."""
+"""Groups the ranks of a process group by host, and lets them read together there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part: the members of a process group, and how they agree on something.
+"""The members of a process group, and how they agree on something.
 
 The members talk through the key-value store of their process group: no collective runs on the
 user's group, nothing passes through accelerator memory, every wait has a deadline, and a member

@@ -1,4 +1,4 @@
-"""Where the elements of a DTensor's local part lie in the whole tensor.
+"""Locates the elements of a DTensor's local part in the whole tensor.
 
 Which indexes of a dimension a rank has is found by placing them as torch places the elements: the
 placements split the range of indexes one after another. Plain shards are a range again, uneven

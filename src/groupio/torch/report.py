@@ -1,4 +1,4 @@
-"""What a load reports."""
+"""The report of a load."""
 
 from __future__ import annotations
 

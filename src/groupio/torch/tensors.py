@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: its local part, where it lies in the global tensor, its bytes.
+"""The local part of a tensor on a rank: where it lies in the global tensor, and its bytes.
 
 Everything that cannot be stored bit for bit is refused here, with its path and what to do.
 """

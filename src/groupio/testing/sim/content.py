@@ -1,4 +1,4 @@
-"""What ranks save in the simulator: chunks that are known by name only, with true digests."""
+"""Content that simulated ranks save: chunks that are known by name only, with true digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong: the rows of the fault table, and how wild each seed lets them be.
+"""The rows of the fault table, and how wild each seed lets them be.
 
 A *cell* is a kind of fault in a step of the protocol. A fault hits the cells of all steps in which
 some group is at that moment; with no group at all it hits the step ``idle``.

@@ -1,4 +1,4 @@
-"""What ranks load, and what a grouped read is held to.
+"""Loads of simulated ranks, and the promises that a grouped read is held to.
 
 Every member gets its bytes bit for bit, or an error; and as long as nothing fails, each chunk
 leaves the store once, for all nodes that read it.

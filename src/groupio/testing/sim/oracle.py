@@ -1,4 +1,4 @@
-"""What the simulator holds against the machines: the design's invariants, as they can be seen."""
+"""Checks the design's invariants on the machines, as far as they can be seen."""
 
 from __future__ import annotations
 

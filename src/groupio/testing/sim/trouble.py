@@ -1,4 +1,4 @@
-"""What happens to processes, nodes and links while the faults last."""
+"""Injects the faults of processes, nodes and links while they last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a failure reaches the caller of ``dcp.save`` and ``dcp.load``.
+"""Brings a failure to the caller of ``dcp.save`` and ``dcp.load``.
 
 DCP catches what a rank raises and raises ``CheckpointException`` on all of them, which is a
 ``BaseException``: ``except Exception`` does not catch it. Where DCP hands out what the coordinator

@@ -1,4 +1,4 @@
-"""What DCP writes, as items of groupio. No tensor is copied here."""
+"""Turns what DCP writes into items of groupio. No tensor is copied here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``checkpoint_id`` and an FQN of DCP are called in groupio."""
+"""Names of groupio for a ``checkpoint_id`` and an FQN of DCP."""
 
 from __future__ import annotations
 
