@@ -51,14 +51,15 @@ class ItemsLoad:
     def read(self, *, by_agent: bool) -> dict[str, Any]:
         """Fill the buffers; chunks come through the agent where ``by_agent`` and it brings any."""
         through = through_agent(self._client) if by_agent else None
-        return self._reader.read_planned(
+        self._reader.read_wants(
             self._manifest,
-            self._planned,
+            self._planned.wants,
             deadline=self._request.deadline,
             threads=self._client.settings.read_threads,
             on_damage=self._client._report_damage,
             fetch=read_chunks if through is None else through.fetch_of(self._manifest),
         )
+        return self._planned.finish()
 
     def loaded(self) -> None:
         """The client goes on from here, if the epoch was asked for by its number."""

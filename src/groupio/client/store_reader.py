@@ -75,6 +75,11 @@ class PlannedItems(NamedTuple):
     made: dict[str, Destination]
     wants: Wants
 
+    def finish(self) -> dict[str, Any]:
+        """The items, once all that is wanted has been read."""
+        with collection_paused():
+            return {name: destination.finish() for name, destination in self.made.items()}
+
 
 class StoreReader:
     """An open store. Decisions never change, so what was found once is not read again.
@@ -246,27 +251,17 @@ class StoreReader:
         *,
         deadline: float | None = None,
         threads: int | None = None,
-        on_damage: Callable[[Sequence[bytes]], None] | None = None,
-        fetch: Fetch = read_chunks,
     ) -> dict[str, Any]:
         """The items of member ``rank``, every chunk verified before use, in the saved order.
 
         ``names`` picks some of them (None: all); ``into`` gives buffers of the same size and
-        dtype to be filled in place. ``deadline`` is a reading of ``time.monotonic``. ``on_damage``
-        gets the digests of all damaged chunks met, before IntegrityError names the first. After
-        an error the buffers have undefined content. NotFound for a member or name that there is
-        not, InvalidInput for a buffer that does not fit (nothing has been read then). ``fetch``
-        is as in :meth:`read_wants`.
+        dtype to be filled in place. ``deadline`` and ``threads`` are as in :meth:`read_wants`.
+        After an error the buffers have undefined content. NotFound for a member or name that there
+        is not, InvalidInput for a buffer that does not fit (nothing has been read then).
         """
         planned = self.plan_items(manifest, rank, names, into)
-        return self.read_planned(
-            manifest,
-            planned,
-            deadline=deadline,
-            threads=threads,
-            on_damage=on_damage,
-            fetch=fetch,
-        )
+        self.read_wants(manifest, planned.wants, deadline=deadline, threads=threads)
+        return planned.finish()
 
     def plan_items(
         self,
@@ -284,28 +279,6 @@ class StoreReader:
         views = [destination.view for destination in made.values()]
         return PlannedItems(made, _wants(layout, member, chosen, views))
 
-    def read_planned(
-        self,
-        manifest: ManifestReader,
-        planned: PlannedItems,
-        *,
-        deadline: float | None = None,
-        threads: int | None = None,
-        on_damage: Callable[[Sequence[bytes]], None] | None = None,
-        fetch: Fetch = read_chunks,
-    ) -> dict[str, Any]:
-        """The second half of :meth:`read_items`."""
-        self.read_wants(
-            manifest,
-            planned.wants,
-            deadline=deadline,
-            threads=threads,
-            on_damage=on_damage,
-            fetch=fetch,
-        )
-        with collection_paused():
-            return {name: destination.finish() for name, destination in planned.made.items()}
-
     def read_wants(
         self,
         manifest: ManifestReader,
@@ -318,11 +291,11 @@ class StoreReader:
     ) -> None:
         """Bring all chunks that are wanted to their places, each verified before use.
 
-        ``deadline``, ``threads`` and ``on_damage`` are as in :meth:`read_items`. ``fetch`` does
-        the work in one call: :func:`groupio.client.chunk_reader.read_chunks`, one that asks the
-        node's agent, or one that shares it among the ranks of a node, which all have to call it,
-        also for nothing. After an error
-        the places have undefined content.
+        ``deadline`` is a reading of ``time.monotonic``. ``on_damage`` gets the digests of all
+        damaged chunks met, before IntegrityError names the first. ``fetch`` does the work in one
+        call: :func:`groupio.client.chunk_reader.read_chunks`, one that asks the node's agent, or
+        one that shares it among the ranks of a node, which all have to call it, also for nothing.
+        After an error the places have undefined content.
         """
         bad = fetch(
             self.backend,

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -250,9 +251,10 @@ class _StepsInAll:
         if self._found is None:
             _check_alike(opinions)
             self._found = self._begin(opinions[0]["step"])
-        for number in self._found:
-            return {"step": number}
-        raise self._first_error or nothing_in_all(self._store, list(self._stores))
+        number = next(self._found, None)
+        if number is None:
+            raise self._first_error or nothing_in_all(self._store, list(self._stores))
+        return {"step": number}
 
     def _begin(self, step: int | str) -> Generator[int, None, None]:
         clients = {
@@ -314,62 +316,52 @@ def _opened(
             raise
         assert isinstance(job, _Load)  # an error of this rank was raised by decide
         host.link(members.rank, choice["where"])
-        yield _GroupLoad(job, host, council, chooser, choice, asked["step"], by_group=by_group)
+        yield _GroupLoad(job, host, council, chooser, choice, asked["step"], by_group)
 
 
+@dataclass(slots=True)
 class _GroupLoad:
     """The load of one store by all members: each of its steps ends with a decision of them all."""
 
-    def __init__(
-        self,
-        job: _Load,
-        host: Host,
-        council: Council,
-        chooser: _Chooser,
-        choice: dict[str, Any],
-        asked: int | str,
-        *,
-        by_group: bool,
-    ) -> None:
-        self._job = job
-        self._host = host
-        self._council = council
-        self._chooser = chooser
-        self._choice = choice
-        self._asked = asked
-        self._by_group = by_group
+    job: _Load
+    host: Host
+    council: Council
+    chooser: _Chooser
+    choice: dict[str, Any]
+    asked: int | str
+    by_group: bool
 
     def check(self) -> None:
         """Plan to fill this member from the chosen epoch. Nothing is touched.
 
         Returns when every member knows that it can be filled.
         """
-        job = self._job
+        job = self.job
         while True:
-            self._council.deadline_s = AGREE_S
-            ready = job.opinion(job.check, self._choice)
+            self.council.deadline_s = AGREE_S
+            ready = job.opinion(job.check, self.choice)
             if not isinstance(ready, GroupIOError):
-                ready["linked"] = self._host.linked()
-                direct = self._by_group or nesting.is_nested()
+                ready["linked"] = self.host.linked()
+                direct = self.by_group or nesting.is_nested()
                 ready["agent"] = not direct and through_agent(job.client) is not None
-            self._choice = self._council.decide(ready, self._chooser.checked)
-            job.join(self._host, self._choice["linked"])
-            if not self._choice["again"]:
-                job.heard(self._choice)
+            self.choice = self.council.decide(ready, self.chooser.checked)
+            job.join(self.host, self.choice["linked"])
+            if not self.choice["again"]:
+                job.heard(self.choice)
                 return
 
     def fill(self) -> bool:
         """Read everything; False when an older epoch was chosen because this one is damaged."""
-        self._council.deadline_s = READ_S
-        mine = self._job.opinion(self._job.fill, self._choice)
-        self._choice = self._council.decide(mine, self._chooser.next)
-        return not self._choice["again"]
+        self.council.deadline_s = READ_S
+        mine = self.job.opinion(self.job.fill, self.choice)
+        self.choice = self.council.decide(mine, self.chooser.next)
+        return not self.choice["again"]
 
     def finish(self) -> LoadReport:
         """Put the plain values into the dicts and lists of the caller."""
-        key = DecisionKey(*self._choice["key"])
-        self._job.client._origin.loaded(key if key.epoch == self._asked else None)
-        return self._job.finish(self._choice)
+        key = DecisionKey(*self.choice["key"])
+        self.job.client._origin.loaded(key if key.epoch == self.asked else None)
+        return self.job.finish(self.choice)
 
 
 class _Request(NamedTuple):
