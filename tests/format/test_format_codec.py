@@ -254,6 +254,33 @@ def test_a_million_numbers_take_columns() -> None:
     assert same(decode_plain(encode_plain(scalars)), scalars)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[i, str(i)] for i in range(300)],
+        [(i, None, i / 2) for i in range(300)],
+        [[i] * (1 + i % 2) for i in range(300)],
+        [[i] * 70 for i in range(300)],
+        [[] for _ in range(300)],
+        [[[i]] for i in range(300)],
+        [{"a": i, "b": (i,)} for i in range(300)],
+        [{"a": i, "b": i} if i % 2 else {"b": i, "a": i} for i in range(300)],
+        [{"a": i} if i % 2 else {"c": i} for i in range(300)],
+        [{i: i, "1": i} for i in range(300)],
+        [{} for _ in range(300)],
+        [i if i % 3 else str(i) for i in range(300)],
+    ],
+    ids=str,
+)
+def test_rows_come_back_whether_they_are_alike_or_not(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode_plain(value)
+    assert same(decode_plain(data), value)
+    monkeypatch.setattr(codec, "_LOOKED_AT_MAX", 10)
+    assert encode_plain(value) == data
+
+
 def test_a_value_that_stands_in_many_places_is_no_cycle() -> None:
     shared = [1, 2]
     value = [shared, [shared], (shared, [[shared]])] * 300

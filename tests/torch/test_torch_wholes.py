@@ -235,6 +235,45 @@ def test_other_classes_of_containers_are_filled_too(store: str) -> None:
     assert into["p"] == large()
 
 
+ROWS: dict[str, Callable[[int], Any]] = {
+    "alike": lambda i: {"id": i, "loss": i / 2},
+    "other order": lambda i: {"id": i, "x": 1} if i % 2 else {"x": 1, "id": i},
+    "nested": lambda i: {"id": i, "best": [i, {"y": i}]},
+    "no dict": lambda i: {"id": i} if i else [0],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_rows_are_filled_where_they_stand(store: str, kind: str, sequence: type) -> None:
+    def rows() -> dict[str, Any]:
+        return {
+            "rows": sequence(map(ROWS[kind], range(N))),
+            "by": {i: ROWS[kind](i) for i in range(N)},
+        }
+
+    gt.save(rows(), store, step=1).wait("durable", WAIT_S)
+    into = rows()
+    for one in (*into["rows"], *into["by"].values()):
+        if isinstance(one, dict):
+            one["id"] = -1
+    last = into["rows"][-1], into["by"][N - 1]
+    gt.load(into, store)
+    assert into == rows()
+    assert into["rows"][-1] is last[0]
+    assert into["by"][N - 1] is last[1]
+
+
+def test_rows_that_differ_are_named_and_nothing_changed(store: str) -> None:
+    gt.save({"rows": [{"id": i, "x": 1} for i in range(N)]}, store, step=1).wait("durable", WAIT_S)
+    into: dict[str, Any] = {"rows": [{"id": -1, "x": 0} for _ in range(N)]}
+    into["rows"][5] = {"id": -1, "y": 0}
+    with pytest.raises(StateMismatch) as found:
+        gt.load(into, store)
+    assert (found.value.missing, found.value.unexpected) == (("rows.5.y",), ("rows.5.x",))
+    assert all(row["id"] == -1 for row in into["rows"])
+
+
 def test_a_class_of_the_user_s_is_noted(store: str) -> None:
     class Own(dict[Any, Any]):
         pass

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise, repeat
 from math import prod
 from typing import Any
 
@@ -68,6 +68,9 @@ COLUMNS_FROM = 256
 _FORMS = {b"1": "<i1", b"2": "<i2", b"4": "<i4", b"8": "<i8", b"d": "<f8", b"c": "<c16"}
 _UNKNOWN = "?"
 _UNION_MAX = 16
+_LOOKED_AT_MAX = 1 << 24
+_ROW_MAX = 64
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _Path = tuple[Any, ...] | None
 """The path to a value: the path to its container, and the step from there."""
 
@@ -461,8 +464,9 @@ class _ColumnWriter:
             number = {kind: index for index, kind in enumerate(order)}
             codes = bytes(map(number.__getitem__, map(type, values)))
             self.writer.put(b"U", bytes([len(order)]), codes)
-            for kind in order:
-                self.of_type(kind, [value for value in values if type(value) is kind], depth)
+            for index, kind in enumerate(order):
+                chosen = codes.translate(bytes(code == index for code in range(256)))
+                self.of_type(kind, list(compress(values, chosen)), depth)
 
     def of_type(self, kind: type, values: list[Any], depth: int) -> None:
         """A column of values of one type."""
@@ -481,14 +485,12 @@ class _ColumnWriter:
         elif kind is type(None):
             put(b"N", bytes(len(values)))
         elif kind is list or kind is tuple:
-            self.inside(values)
             put(b"l" if kind is list else b"t")
-            self.lengths(values)
+            self.inside(values, self.lengths(values), values)
             self.write(list(chain.from_iterable(values)), depth + 1)
         elif kind is dict:
-            self.inside(values)
             put(b"m")
-            self.lengths(values)
+            self.inside(values, self.lengths(values), map(dict.values, values))
             self.write(list(chain.from_iterable(values)), depth + 1)
             self.write(list(chain.from_iterable(map(dict.values, values))), depth + 1)
         elif kind is bytes:
@@ -523,9 +525,11 @@ class _ColumnWriter:
             return
         self.put_ints(array)
 
-    def lengths(self, values: Sequence[Any]) -> None:
-        """How long each of ``values`` is."""
-        self.put_ints(np.fromiter(map(len, values), np.int64, len(values)))
+    def lengths(self, values: Sequence[Any]) -> int:
+        """How long each of ``values`` is. Returns the sum."""
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        self.put_ints(lengths)
+        return int(lengths.sum())
 
     def put_ints(self, array: npt.NDArray[np.int64]) -> None:
         """A column of ints."""
@@ -533,11 +537,17 @@ class _ColumnWriter:
         width = next(width for width in (1, 2, 4, 8) if bits <= 8 * width)
         self.writer.put(b"%d" % width, array.astype(f"<i{width}").tobytes())
 
-    def inside(self, values: Iterable[Any]) -> None:
-        """Raises _NoColumns when what these containers hold may be without end."""
+    def inside(self, values: list[Any], count: int, inner: Iterable[Iterable[Any]]) -> None:
+        """Raises _NoColumns when what these containers hold may be without end.
+
+        ``inner`` are the ``count`` elements of each. Where none is a container there is an end; of
+        many that is not asked, because a container in itself has more than can be looked at.
+        """
         if self.is_acyclic:
             return
-        found = {id(value) for value in values if value}
+        if count <= _LOOKED_AT_MAX and set(map(type, chain.from_iterable(inner))) <= _ATOMS:
+            return
+        found = set(map(id, filter(None, values)))
         if not self.around.isdisjoint(found):
             if _has_cycle(self.top):
                 raise _NoColumns
@@ -569,6 +579,27 @@ def _inner(value: Any) -> Iterator[Any]:
     """The containers in ``value``."""
     elements = chain(value, value.values()) if type(value) is dict else iter(value)
     return (one for one in elements if type(one) in (list, tuple, dict))
+
+
+def _common_size(ends: npt.NDArray[np.int64]) -> int:
+    """How long all parts are that end there, if they are equally long and short, else 0."""
+    sizes = np.diff(ends)
+    common = len(sizes) and sizes[0] <= _ROW_MAX and (sizes == sizes[0]).all()
+    return int(sizes[0]) if common else 0
+
+
+def _rows(flat: list[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """``flat`` in tuples of ``size``."""
+    return zip(*[iter(flat)] * size, strict=True)
+
+
+def _cut(flat: list[Any], ends: npt.NDArray[np.int64], cls: type) -> list[Any]:
+    """The parts of ``flat`` that end there, each a list or a tuple."""
+    size = _common_size(ends)
+    if size:
+        return list(_rows(flat, size) if cls is tuple else map(list, _rows(flat, size)))
+    whole = cls(flat)
+    return [whole[lo:hi] for lo, hi in pairwise(ends.tolist())]
 
 
 class _Reader:
@@ -727,9 +758,8 @@ class _Reader:
                 return self.strings(count)
             case b"l" | b"t":
                 ends = self.lengths(count)
-                flat: Any = self.column(int(ends[-1]), depth + 1)
-                flat = flat if code == b"l" else tuple(flat)
-                return [flat[lo:hi] for lo, hi in pairwise(ends.tolist())]
+                flat = self.column(int(ends[-1]), depth + 1)
+                return _cut(flat, ends, list if code == b"l" else tuple)
             case b"m":
                 return self.dicts(count, depth)
             case b"g":
@@ -781,9 +811,14 @@ class _Reader:
         return keys, self.column(count, depth)
 
     def dicts(self, count: int, depth: int) -> list[dict[Any, Any]]:
-        ends = self.lengths(count).tolist()
-        keys, values = self.columns_of_dicts(ends[-1], depth + 1)
-        return [self.joined(keys[lo:hi], values[lo:hi]) for lo, hi in pairwise(ends)]
+        ends = self.lengths(count)
+        keys, values = self.columns_of_dicts(int(ends[-1]), depth + 1)
+        size = _common_size(ends)
+        first = keys[:size]
+        if size and set(map(type, keys)) == {str} and keys == first * count:
+            self.joined(first, first)  # no key stands twice
+            return list(map(dict, map(zip, repeat(first, count), _rows(values, size))))
+        return [self.joined(keys[lo:hi], values[lo:hi]) for lo, hi in pairwise(ends.tolist())]
 
     def numpy_numbers(self, count: int, depth: int) -> list[Any]:
         dtype = self.dtype(depth)

@@ -74,16 +74,17 @@ def adopt(here: Any, loaded: Any) -> Any:
 
 
 def _holds_named_tuple(loaded: Any) -> bool:
-    level = [loaded]
-    while level:
-        kinds = set(map(type, level))
+    level: Iterable[Any] = [loaded]
+    kinds = {type(loaded)}
+    while not kinds <= ATOMS:
         if any(issubclass(kind, tuple) and hasattr(kind, "_fields") for kind in kinds):
             return True
         mappings = {kind for kind in kinds if issubclass(kind, dict)}
         others = {kind for kind in kinds if issubclass(kind, tuple | list)}
-        inner = [one.values() for one in level if type(one) in mappings]
-        inner += [one for one in level if type(one) in others]
+        containers = level if kinds == others else [one for one in level if type(one) in others]
+        inner = [*map(dict.values, (one for one in level if type(one) in mappings)), *containers]
         level = list(chain.from_iterable(inner))
+        kinds = set(map(type, level))
     return False
 
 

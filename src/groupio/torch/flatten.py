@@ -219,8 +219,8 @@ def _holds_parts(
     if any(issubclass(kind, torch.Tensor | Mapping) for kind in kinds):
         return True
     nested = {kind for kind in kinds if issubclass(kind, sequences)}
-    inner = chain.from_iterable(value for value in values if type(value) in nested)
-    if set(map(type, inner)) <= _ATOMS:
+    inner = values if nested == kinds else [one for one in values if type(one) in nested]
+    if set(map(type, chain.from_iterable(inner))) <= _ATOMS:
         return False
     return any(
         _holds_parts(path, value, around, sequences)
@@ -235,21 +235,22 @@ def is_whole(value: Any) -> bool:
     It is large, and :func:`groupio.format.codec.encode_plain` writes it as columns. What it could
     not write, or would have to copy at length (arrays, long texts), is taken apart.
     """
-    seen = {id(value): value}
     level = [value]
+    seen = {id(value)}
+    kept = [level]  # an object that is gone would leave its identity to another
     entries = size = 0
     for _ in range(DEPTH_MAX):
         classes = set(map(type, level))
         keyed = {cls for cls in classes if issubclass(cls, Mapping)}
         indexed = {cls for cls in classes - keyed if issubclass(cls, _SEQUENCES)}
-        mappings = [one for one in level if type(one) in keyed]
+        mappings = _of_classes(level, keyed)
         entries += sum(map(len, mappings))
         if not _are_keys(mappings):
             return False
         if OrderedDict in keyed and any(getattr(one, "_metadata", None) for one in mappings):
             return False
-        lists = [one for one in level if type(one) in indexed]
-        inner = list(chain(chain.from_iterable(one.values() for one in mappings), *lists))
+        values = map(dict.values, mappings) if keyed == {dict} else (m.values() for m in mappings)
+        inner = list(chain.from_iterable(chain(values, _of_classes(level, indexed))))
         kinds = set(map(type, inner))
         if not all(map(_is_plain_class, kinds)):
             return False
@@ -258,15 +259,27 @@ def is_whole(value: Any) -> bool:
         if size > WHOLE_BYTES_MAX:
             return False
         below = {kind for kind in kinds if issubclass(kind, (Mapping, *_SEQUENCES))}
-        found = {id(one): one for one in inner if type(one) in below} if below else {}
-        level = [one for key, one in found.items() if key not in seen]
-        seen |= found
+        level = _of_classes(inner, below)
+        found = dict(zip(map(id, level), level, strict=True))
+        if len(found) < len(level) or not seen.isdisjoint(found):
+            level = [one for key, one in found.items() if key not in seen]
+        kept.append(level)
+        seen.update(found)
         if not level:
             return entries >= WHOLE_FROM
     return False
 
 
 _TEXTS = frozenset((str, bytes))
+
+
+def _of_classes(values: list[Any], classes: set[type]) -> list[Any]:
+    """Those of ``values`` that are of ``classes``, exactly."""
+    if not classes:
+        return []
+    if classes.issuperset(map(type, values)):
+        return values
+    return [one for one in values if type(one) in classes]
 
 
 def _is_plain_class(cls: type) -> bool:

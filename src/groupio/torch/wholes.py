@@ -6,7 +6,10 @@ object is made for each value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Collection, Mapping, MutableMapping
+from itertools import chain
+from operator import eq
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +41,10 @@ def fits(here: Any, saved: Any) -> bool:
 def compare(here: Any, saved: Any, keys: Keys, found: Differences) -> None:
     """Add to ``found`` how the containers differ, which fit; ``keys`` lead to them."""
     mine, others = _keys_of(here), _keys_of(saved)
-    if mine != others:
+    if not _are_equal(mine, others):
         found.missing.extend(_name(keys, key) for key in mine if key not in others)
         found.unexpected.extend(_name(keys, key) for key in others if key not in mine)
-    values: Iterable[Any] = here.values() if isinstance(here, Mapping) else here
-    if set(map(type, values)) <= ATOMS:
+    if set(map(type, _values_of(here))) <= ATOMS or _hold_alike(here, saved):
         return  # they take anything
     for key in mine:
         child = here[key]
@@ -65,6 +67,10 @@ def merged(here: Any, saved: Any) -> Any:
     """
     if _are_alike(here, saved):
         here.update(saved)
+        return here
+    if _hold_alike(here, saved):
+        # Calls update for each pair of dicts.
+        deque(map(dict.update, _values_of(here), _values_of(saved)), maxlen=0)
         return here
     others = _keys_of(saved)
     changed = {key: _value(here[key], saved[key]) for key in _keys_of(here) if key in others}
@@ -101,9 +107,31 @@ def _value(here: Any, saved: Any) -> Any:
 
 def _are_alike(here: Any, saved: Any) -> bool:
     """Whether both are dicts of the same keys, and those of ``here`` take anything."""
-    if type(here) is not dict or type(saved) is not dict or here.keys() != saved.keys():
+    if type(here) is not dict or type(saved) is not dict:
         return False
-    return set(map(type, here.values())) <= ATOMS
+    return _are_equal(here.keys(), saved.keys()) and set(map(type, here.values())) <= ATOMS
+
+
+def _hold_alike(here: Any, saved: Any) -> bool:
+    """Whether both have the same keys in the same order, and only dicts that are alike."""
+    mine, others = _values_of(here), _values_of(saved)
+    if not set(map(type, mine)) == set(map(type, others)) == {dict}:
+        return False
+    if len(mine) != len(others) or not all(map(eq, _keys_of(here), _keys_of(saved))):
+        return False
+    if not set(map(type, chain.from_iterable(map(dict.values, mine)))) <= ATOMS:
+        return False
+    return all(map(eq, map(dict.keys, mine), map(dict.keys, others)))
+
+
+def _are_equal(keys: Any, others: Any) -> bool:
+    """Whether the keys of two containers are equal; quick where their order is, too."""
+    return len(keys) == len(others) and (all(map(eq, keys, others)) or keys == others)
+
+
+def _values_of(container: Any) -> Collection[Any]:
+    """The elements of a container, in its order."""
+    return container.values() if isinstance(container, Mapping) else container
 
 
 def _keys_of(container: Any) -> Any:
