@@ -30,7 +30,8 @@ def test_with_etcd_the_second_one_stands_by(start: Any, tmp_path: Path, etcd: st
     assert second.news()["state"] == "stands by"
     third = start(controller(store, "--coordinator", etcd))
     assert third.news()["state"] == "stands by"
-    assert third.end(signal.SIGTERM)[0] == 0
+    ended = third.end(signal.SIGTERM)
+    assert ended[0] == 0, ended
 
     began = time.monotonic()
     first.process.kill()

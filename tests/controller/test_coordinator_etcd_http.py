@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpcore
 import pytest
 from etcd_help import HOST
 
+from groupio.controller import etcd_http
 from groupio.controller.by_etcd import EtcdCoordinator
 from groupio.controller.etcd_http import ANSWER_BYTES_MAX, Etcd
 from groupio.errors import ControllerLost
@@ -129,3 +131,16 @@ def test_a_watch_that_is_cut_off_ends_without_haste(stranger: Any) -> None:
         assert etcd.await_change(b"k", 1, soon())
         assert 0.05 < time.monotonic() - began < 5
     etcd.close()
+
+
+def test_a_connection_that_another_thread_closed_is_an_error_of_the_network() -> None:
+    network = etcd_http._Network()
+    network.until(soon(5), 5.0)
+    with socket.create_server((HOST, 0)) as server:
+        link = network.connect_tcp(*server.getsockname())
+        link.close()
+        with pytest.raises(httpcore.ReadError):
+            link.read(10)
+        with pytest.raises(httpcore.WriteError):
+            link.write(b"1")
+        assert link.get_extra_info("is_readable")

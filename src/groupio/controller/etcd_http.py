@@ -393,8 +393,8 @@ class _Link(httpcore.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Some bytes, none at the end; in the time that the thread has left."""
-        self._sock.settimeout(self._network.left())
         try:
+            self._sock.settimeout(self._network.left())
             return self._sock.recv(max_bytes)
         except TimeoutError as error:
             raise httpcore.ReadTimeout(str(error)) from error
@@ -403,8 +403,8 @@ class _Link(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         """Send all of ``buffer``, likewise."""
-        self._sock.settimeout(self._network.left())
         try:
+            self._sock.settimeout(self._network.left())
             self._sock.sendall(buffer)
         except TimeoutError as error:
             raise httpcore.WriteTimeout(str(error)) from error
@@ -416,7 +416,10 @@ class _Link(httpcore.NetworkStream):
         if info != "is_readable":
             return None
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
+        try:
+            poll.register(self._sock, select.POLLIN)
+        except ValueError:  # another thread has closed it
+            return True
         return bool(poll.poll(0))
 
     def cut(self) -> None:
