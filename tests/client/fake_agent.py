@@ -125,6 +125,8 @@ class FakeAgent:
         self.path = path
         self.log = f"{path}.log"
         self.starts = 0
+        self.ends = 0
+        """So many connections are closed instead of an answer, as by an agent that ends."""
         self.refusal: GroupIOError | None = None
         self.unavailable: GroupIOError | None = None
         self._peers: queue.SimpleQueue[Peer] = queue.SimpleQueue()
@@ -155,6 +157,10 @@ class FakeAgent:
             try:
                 hello = channel.recv(PAUSE_S).message
             except (TimeoutError, wire.ChannelClosed):
+                channel.close()
+                continue
+            if self.ends:
+                self.ends -= 1
                 channel.close()
                 continue
             if self.refusal is not None:

@@ -20,7 +20,7 @@ from groupio.agent import spawn
 from groupio.client import arena as client_arena
 from groupio.client import connection
 from groupio.client.arena import ClientArena
-from groupio.client.connection import Connection
+from groupio.client.connection import INTRODUCTIONS, Connection
 from groupio.exhaustion import start_some
 from groupio.model import DecisionKey
 from groupio.plan.layout import waves
@@ -308,3 +308,15 @@ def test_descriptors_with_a_message_that_has_none_are_closed(
     peer.send(msg.Arena(), [peer.arena])
     assert becomes(lambda: connection_of(client)._arena is not None)
     assert len(open_files("stray-arena")) == 2
+
+
+def test_an_agent_that_ends_instead_of_an_answer_is_looked_for_again(
+    agent: FakeAgent, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.ends = INTRODUCTIONS - 1
+    connect().close()
+    assert (agent.starts, caplog.text) == (INTRODUCTIONS, "")
+    agent.ends = INTRODUCTIONS + 1
+    connect()
+    assert "can be read only: the agent of this node does not answer" in caplog.text
+    assert agent.ends == 1

@@ -57,6 +57,7 @@ class RankControl:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         if not ready:
+            self.process.send_signal(signal.SIGABRT)  # it says on stderr where it waits
             raise TimeoutError(f"rank {self.rank} (pid {self.pid}) did not answer\n{self.logs()}")
         line = self.process.stdout.readline()
         if not line:

@@ -7,6 +7,7 @@ of byte 5.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -23,6 +24,9 @@ client: groupio.Client | None = None
 handles: dict[int, groupio.SaveHandle] = {}
 made: dict[str, dict[str, Any]] = {}
 """Items of saves to come, by name."""
+
+
+faulthandler.enable()
 
 
 def value(spec: Any) -> Any:

@@ -37,6 +37,9 @@ _LISTEN_S = 3600.0
 
 _RETRY_S = 0.01
 
+INTRODUCTIONS = 4
+"""So many agents are asked in turn while each ends instead of an answer."""
+
 _News = tuple[Any, tuple[int, ...]] | None
 """A message about a read, and the descriptors that came with it."""
 
@@ -88,17 +91,7 @@ class Connection:
         ``on_store`` is told of the store that saves go to.
         AgentLost when there is none to be had; the agent's own typed error when it refuses.
         """
-        deadline = time.monotonic() + timeout_s
-        channel = _dial(settings, deadline)
-        try:
-            left = max(deadline - time.monotonic(), 0.001)
-            with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
-                greet(channel, left)
-            answer = channel.recv(max(deadline - time.monotonic(), 0.001)).message
-        except (TimeoutError, ConnectionError) as error:
-            channel.close()
-            why = f"does not answer ({error})"
-            raise _unreachable(settings, why) from error
+        channel, answer = _introduce(settings, greet, time.monotonic() + timeout_s)
         if isinstance(answer, msg.Refused):
             channel.close()
             raise from_wire(answer.error)
@@ -406,6 +399,29 @@ class Connection:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _introduce(
+    settings: Settings, greet: Callable[[wire.Channel, float], None], deadline: float
+) -> tuple[wire.Channel, Any]:
+    """A channel to the node's agent, and what that answered to this client's Hello.
+
+    An agent that ends, idle or killed, still takes connections for a moment: one that closes
+    without an answer is looked for again, INTRODUCTIONS times in all.
+    """
+    for number in range(INTRODUCTIONS):
+        channel = _dial(settings, deadline)
+        try:
+            with contextlib.suppress(wire.ChannelClosed):  # it may have said why it hung up
+                greet(channel, max(deadline - time.monotonic(), 0.001))
+            return channel, channel.recv(max(deadline - time.monotonic(), 0.001)).message
+        except (TimeoutError, ConnectionError) as error:
+            channel.close()
+            ended = isinstance(error, wire.ChannelClosed)
+            if not ended or number == INTRODUCTIONS - 1 or time.monotonic() >= deadline:
+                raise _unreachable(settings, f"does not answer ({error})") from error
+            time.sleep(_RETRY_S)
+    raise AssertionError("the last try returns or raises")
 
 
 def _dial(settings: Settings, deadline: float) -> wire.Channel:
