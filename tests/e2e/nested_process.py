@@ -1,6 +1,7 @@
 """Ranks whose signal handlers save and load while a call is under way. What happened is printed.
 
-``alone STORE SEED SECONDS`` makes its own signals, ``pair STORE RANK TRIALS API`` gets them.
+``alone STORE SEED SECONDS`` and ``dcp STORE SEED SECONDS`` make their own signals, ``pair STORE
+RANK TRIALS API`` gets them.
 """
 
 from __future__ import annotations
@@ -114,6 +115,52 @@ def alone(store: str, seed: int, seconds: float) -> dict[str, Any]:
     return found
 
 
+def dcp_alone(store: str, seed: int, seconds: float) -> dict[str, Any]:
+    """One process: handlers call ``dcp.save`` with the writer of the call that they interrupt."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import groupio.torch as gt
+
+    writer = gt.GroupStorageWriter(store, no_dist=True)
+    state = {"w": torch.zeros(1 << 16), "n": 0}
+    epoch, saved, told = 0, {}, []
+
+    def save(number: int, value: dict[str, Any]) -> str:
+        try:
+            dcp.save(value, checkpoint_id=f"step-{number}", storage_writer=writer, no_dist=True)
+        except dcp.api.CheckpointException as failed:
+            return type(failed.failures[0][0]).__name__
+        saved[number] = value["n"]
+        return "durable"
+
+    def in_handler() -> None:
+        if epoch:
+            mine = epoch * 1000 + 500 + len(told) % 400
+            told.append(save(mine, {"w": torch.ones(100_000), "n": -mine}))
+
+    outer = [save(1, dict(state))]  # what waits in a handler cannot wait for the first connection
+    storm = Storm(seed, 0.2, in_handler)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        epoch += 1
+        state["n"] = epoch * 1000
+        outer.append(save(epoch * 1000, dict(state)))
+    storm.end()
+    reader = gt.GroupStorageReader(store)
+    for number, value in saved.items():
+        loaded = {"n": 0}
+        dcp.load(loaded, checkpoint_id=f"step-{number}", storage_reader=reader, no_dist=True)
+        assert loaded["n"] == value, (number, value, loaded)
+    gt.close()
+    return {
+        "errors": storm.errors,
+        "slowest_s": storm.slowest_s,
+        "outer": outer,
+        "nested": told,
+    }
+
+
 def pair(store: str, rank: int, trials: int, api: str) -> dict[str, Any]:
     """One of two ranks. In each trial both save OUTER epochs, and get a signal some time."""
     if api == "torch":
@@ -164,10 +211,10 @@ def pair(store: str, rank: int, trials: int, api: str) -> dict[str, Any]:
 
 def main() -> None:
     faulthandler.dump_traceback_later(90, exit=True)
-    if sys.argv[1] == "alone":
+    if sys.argv[1] in ("alone", "dcp"):
         store, seed, seconds = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
         random.seed(seed)
-        found = alone(store, seed, seconds)
+        found = (alone if sys.argv[1] == "alone" else dcp_alone)(store, seed, seconds)
     else:
         found = pair(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     print(json.dumps(found), flush=True)

@@ -52,6 +52,28 @@ def test_handlers_of_one_rank_save_and_load_at_any_moment(node: Any, tmp_path: P
     check_alone(node, tmp_path / "store", 1, 2)
 
 
+def check_dcp(node: Any, store: Path, seed: int, seconds: float) -> None:
+    found = end(start(node, "dcp", str(store), str(seed), str(seconds)))
+    assert found["errors"] == []
+    assert found["slowest_s"] < LONGEST_S
+    assert found["nested"].count("durable") > 0
+    # A handler between two calls, or before its epoch is named, makes what is called later stale.
+    assert set(found["nested"]) <= {"durable", "StaleEpoch"}
+    assert set(found["outer"]) <= {"durable", "StaleEpoch"}
+
+
+def test_handlers_save_with_the_dcp_writer_of_the_interrupted_save(
+    node: Any, tmp_path: Path
+) -> None:
+    check_dcp(node, tmp_path / "store", 1, 4)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(30, 40))
+def test_dcp_saves_in_handlers_many_times(node: Any, tmp_path: Path, seed: int) -> None:
+    check_dcp(node, tmp_path / "store", seed, 10)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_handlers_of_one_rank_many_times(node: Any, tmp_path: Path, seed: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +289,37 @@ def test_a_forked_child_is_another_process() -> None:
     assert os.read(reader, 100).decode() not in ("", before)
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_a_handler_in_the_first_meeting_does_not_disturb_it(tmp_path: Path, on_error: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    worker = Path(__file__).with_name("first_meeting_worker.py")
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(worker),
+                str(n),
+                str(tmp_path / "store"),
+                str(server.port),
+                on_error,
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    zero, one = (json.loads(text) for text in said)
+    assert zero["first"] == one["first"] == "durable"
+    ((took_s, nested),) = zero["nested"]
+    assert took_s < 30  # a meeting in the meeting would take its deadline, 600 s
+    assert nested.startswith("GroupAborted: save was called in a signal handler")
+    assert zero["third"] == one["third"] == "durable"

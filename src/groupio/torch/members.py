@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch.distributed as dist
 
+from groupio.client import nesting
 from groupio.client.launch import find_place, launch_id
 from groupio.errors import (
     GroupAborted,
@@ -187,10 +188,16 @@ def met(members: Members, deadline_s: float, what: str) -> Members:
     """``members`` with the launch of their process group; they meet at the first call for it.
 
     ``what`` is the call of all ranks, "load" or "save". Without a process group only the launcher
-    can tell one launch from the next. GroupTimeout names members that do not come.
+    can tell one launch from the next. GroupTimeout names members that do not come, GroupAborted
+    comes inside another meeting, which a second one would disturb.
     """
     if members.group is None or members.launch_id is not None:
         return members
+    if nesting.is_inside(Council.meet):
+        raise GroupAborted(
+            f"{what} was called in a signal handler while the ranks of its process group met for "
+            f"the first time, for another call; {what} again after that call"
+        )
     return Council.meet(members, deadline_s, what).members
 
 

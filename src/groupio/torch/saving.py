@@ -136,7 +136,7 @@ def _save(
     called_at = time.monotonic()
     failed: GroupIOError | None = None
     # The ranks of a nested call cannot agree: a handler never raises for being one.
-    if on_error == "raise" and not nesting.is_nested():
+    if on_error == "raise" and not (nesting.is_nested() or nesting.is_inside(_save)):
         council = Council.meet(members, deadline_s, "save")
         members = council.members
         _raise_earlier(client_for(store, members, saves=True), council)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from groupio.client import nesting
 from groupio.client.address import store_address
 from groupio.client.arguments import check_deadline, check_epoch
 from groupio.client.handle import SaveHandle
 from groupio.client.store_parts import part_store
-from groupio.errors import GroupAborted, GroupIOError, InvalidInput, from_wire, to_wire
+from groupio.errors import (
+    GroupAborted,
+    GroupIOError,
+    InvalidInput,
+    WaitTimeout,
+    from_wire,
+    to_wire,
+)
 from groupio.format.structure import RESERVED
 from groupio.protocol.members import FormedLaunch
 from groupio.torch.clients import client_for, save_as
@@ -34,6 +46,11 @@ from groupio.torch.dcp.staging import Lazy, Staging
 from groupio.torch.members import Members, agree, find_members, introduction, join, met
 
 log = logging.getLogger("groupio.torch")
+
+_SAVE = inspect.unwrap(state_dict_saver.save).__code__
+
+NESTED_S = 2.0
+"""A save in a signal handler that interrupted another call is waited for so long."""
 
 DCP_VERSION = "1.0.0"
 """The version that torch's own writer puts into the metadata."""
@@ -99,6 +116,11 @@ class GroupStorageWriter(FileSystemWriter):
     ``failures[rank][0]`` are the typed errors. Where a rank's process is gone torch itself raises
     the ``RuntimeError`` of its process group.
 
+    In a signal handler that interrupted another call of groupio ``dcp.save`` returns after NESTED_S
+    seconds at the latest, also when its epoch is not DURABLE yet: the interrupted save may have to
+    be decided first. What fails later is logged. Of several processes none can call it there:
+    torch's collectives would mix with those that it interrupted. Use :func:`groupio.torch.save`.
+
     ``rewind_to=L`` begins a new lineage after epoch L, as that of :func:`groupio.torch.save` does;
     a save after the ``dcp.load`` of an older ``checkpoint_id`` begins one by itself, as there.
 
@@ -161,7 +183,7 @@ class GroupStorageWriter(FileSystemWriter):
             raise
         if staging is not None:
             staging.name(step.epoch)
-        self._thread.step = step
+        self._begin(step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -189,9 +211,16 @@ class GroupStorageWriter(FileSystemWriter):
             step.staging.wait_copied(self._deadline_s)
         return GroupStorageMeta(checkpoint_id=step.checkpoint_id, save_id=str(step.epoch))
 
+    def _begin(self, step: _Step) -> None:
+        """``step`` is that of the innermost call of torch's save in this thread."""
+        calls = _save_calls()
+        before = getattr(self._thread, "steps", {})
+        self._thread.steps = {call: before[call] for call in calls if call in before}
+        self._thread.steps[calls[0]] = self._thread.steps[0] = step
+
     def _known(self) -> _Step | None:
-        step: _Step | None = getattr(self._thread, "step", None)
-        return step
+        steps: dict[int, _Step] = getattr(self._thread, "steps", {})
+        return next((steps[call] for call in _save_calls() if call in steps), None)
 
     def _named_before(self) -> _Step | None:
         """The step of an ``async_save`` without ``checkpoint_id``: what ``reset`` said before."""
@@ -201,9 +230,10 @@ class GroupStorageWriter(FileSystemWriter):
         if staging.preset is None:
             staging.refuse(_no_checkpoint_id())
             return None
-        self._thread.step = _Step(staging.preset, epoch_of(staging.preset), staging)
-        staging.name(self._thread.step.epoch)
-        return self._known()
+        step = _Step(staging.preset, epoch_of(staging.preset), staging)
+        self._begin(step)
+        staging.name(step.epoch)
+        return step
 
     # -- staging, in the training thread ---------------------------------------------------------
 
@@ -259,7 +289,8 @@ class GroupStorageWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         step = self._known()
         if step is None or not step.is_open:
-            step = self._thread.step = _Step("", -1, error=_no_checkpoint_id())
+            step = _Step("", -1, error=_no_checkpoint_id())
+            self._begin(step)
         step.is_used = True
         if not self.use_collectives:
             step.members = dataclasses.replace(
@@ -338,13 +369,14 @@ class GroupStorageWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Hand the rank's items over, and wait until the epoch is durable and its door there.
 
+        In a signal handler that interrupted another call of groupio it waits NESTED_S at most.
         Raises the typed error of a failed group.
         """
         step = self._step()
         if step.error is not None:
             raise step.error
         if step.staging is None:
-            self._save(step, plan, planner).wait("durable")
+            _await_durable(self._save(step, plan, planner))
         member = plan.storage_data.rank if step.members is None else step.members.rank
         results = []
         for item in plan.items:
@@ -397,6 +429,31 @@ class GroupStorageWriter(FileSystemWriter):
         if step is None:
             raise _no_checkpoint_id()
         return step
+
+
+def _await_durable(handle: SaveHandle) -> None:
+    if not nesting.is_nested():
+        handle.wait("durable")
+        return
+    try:
+        handle.wait("durable", NESTED_S)
+    except WaitTimeout:
+        # The interrupted call may be of an epoch before it, which is decided first.
+        log.warning("epoch %d was called in a handler and is not durable yet", handle.epoch)
+
+
+def _save_calls() -> list[int]:
+    """The calls of ``dcp.save`` on this thread's stack, innermost first; 0 stands for no call.
+
+    A signal handler may call it inside another one, whose step is not over.
+    """
+    calls = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SAVE:
+            calls.append(id(frame))
+        frame = frame.f_back
+    return [*calls, 0]
 
 
 def _no_checkpoint_id() -> InvalidInput:
