@@ -31,7 +31,7 @@ BACKLOG_BYTES_MAX = 2 * FRAME_BYTES_MAX
 """A channel whose peer does not read holds at most about this many bytes for it."""
 
 PEER_CLOSED = "the peer closed the connection"
-"""The text of ChannelClosed where the peer ended the connection in good order."""
+"""The text of ChannelClosed where the peer ended the connection, or has ended itself."""
 
 _HEADER_BYTES = 4
 _FDS_SHIFT = 28
@@ -47,6 +47,10 @@ class ChannelClosed(ConnectionError):
 
     Internal: the client turns it into AgentLost, the agent drops the client.
     """
+
+
+class BacklogFull(ChannelClosed):
+    """The peer lives, and has left more than the backlog limit unread."""
 
 
 class ChannelBusy(TimeoutError):
@@ -142,12 +146,12 @@ class Channel:
         """Send ``message`` without waiting; True when the kernel has all that was enqueued.
 
         When False, call :meth:`flush` once the socket is writable. ChannelClosed when the peer
-        is gone or has left more than the backlog limit unread.
+        is gone, BacklogFull when it has left more than the backlog limit unread.
         """
         frame = self.encode(message, len(fds))
         with self._send_lock:
             if self._outgoing_bytes + len(frame) > self._backlog_bytes_max:
-                raise ChannelClosed(f"the peer left {self._outgoing_bytes} bytes unread")
+                raise BacklogFull(f"the peer left {self._outgoing_bytes} bytes unread")
             self._append(frame, fds)
             return self._push()
 
@@ -225,7 +229,10 @@ class Channel:
                 raise
             except OSError as error:
                 if not received:
-                    raise ChannelClosed(f"receiving failed: {error}") from error
+                    # A peer that ends with messages of ours unread is reset, and is gone as well.
+                    is_gone = isinstance(error, ConnectionResetError)
+                    text = PEER_CLOSED if is_gone else f"receiving failed: {error}"
+                    raise ChannelClosed(text) from error
                 self._at_end = True  # reset by the peer: its last words count
                 break
             if not count:

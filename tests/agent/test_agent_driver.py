@@ -7,8 +7,11 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from groupio.agent import process
 from groupio.agent.driver import Driver
+from groupio.agent.peer import Peer
 from groupio.agent.status import status
 from groupio.protocol import messages as msg
 from groupio.settings import Settings
@@ -98,3 +101,37 @@ def test_the_status_says_on_how_many_processors_it_runs(
         channel.send(msg.Bye())
 
     serve(paths, tmp_path / "store", act)
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_only_a_client_that_lives_and_does_not_read_is_dropped_with_a_warning(
+    paths: process.RuntimePaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, lives: bool
+) -> None:
+    caplog.set_level("DEBUG", "groupio.agent.driver")
+    store = tmp_path / "store"
+
+    async def act(driver: Driver, channel: Channel) -> None:
+        peer = driver.clients["one"]
+        if lives:
+            peer.channel._backlog_bytes_max = 1 << 20
+        else:
+            channel.close()
+        for _ in range(100):
+            driver.send(peer, msg.Answer(1, {"text": "x" * (1 << 16)}))
+        await until(lambda: not peer.connected)
+
+    serve(paths, store, act)
+    said = [r for r in caplog.records if "process" in r.getMessage()]
+    warnings = [r.getMessage() for r in said if r.levelname == "WARNING"]
+    if not lives:
+        assert warnings == []
+        assert [r.levelname for r in said if "sending failed" in r.getMessage()] == ["DEBUG"]
+    else:
+        assert len(warnings) == 1
+        assert f"rank 0 of {store} (process {os.getpid()}) is dropped: the peer left" in warnings[0]
+        assert "bytes unread" in warnings[0]
+        assert "SIGCONT" in warnings[0]
+
+
+def test_who_has_not_said_who_it_is_is_named_by_its_process() -> None:
+    assert str(Peer(None, 4321)).startswith("process 4321")  # type: ignore[arg-type]

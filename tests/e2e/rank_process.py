@@ -7,11 +7,15 @@ of byte 5.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import functools
+import gc
 import json
 import os
 import sys
 import time
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -87,6 +91,43 @@ def cycles(
     return {}
 
 
+def held() -> dict[str, int]:
+    """How many objects of groupio's types live, and how long what its modules keep is."""
+    gc.collect()
+    kinds = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    found = {kind: count for kind, count in kinds.items() if kind.startswith("groupio.")}
+    for name, module in list(sys.modules.items()):
+        for key, kept in vars(module).items() if name.startswith("groupio.") else ():
+            if isinstance(kept, functools._lru_cache_wrapper):
+                found[f"{name}.{key}"] = kept.cache_info().currsize
+            elif isinstance(kept, (dict, list, set, deque)) and not key.startswith("__"):
+                found[f"{name}.{key}"] = len(kept)
+    return found
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def in_use() -> dict[str, int]:
+    """Objects of Python, and KiB of malloc: without what both allocators keep free for later."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo
+    found = mallinfo2()
+    return {
+        "blocks": sys.getallocatedblocks(),
+        "used_kib": (found.uordblks + found.hblkhd) >> 10,
+        "free_kib": found.fordblks >> 10,
+    }
+
+
 def run(command: dict[str, Any]) -> dict[str, Any]:
     global client
     what = command.pop("do")
@@ -143,6 +184,10 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             return {}
         case "cycles":
             return cycles(**command)
+        case "held":
+            return held()
+        case "in_use":
+            return in_use()
         case "fds":
             return {"fds": len(os.listdir("/proc/self/fd"))}
     raise AssertionError(what)

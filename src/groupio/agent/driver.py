@@ -48,7 +48,7 @@ from groupio.protocol.agent import AgentMachine
 from groupio.protocol.ledger import Ledger
 from groupio.seldom import REFUSED_LOG_S, Seldom
 from groupio.settings import Settings
-from groupio.wire import PEER_CLOSED, Channel, ChannelClosed
+from groupio.wire import PEER_CLOSED, BacklogFull, Channel, ChannelClosed
 
 if TYPE_CHECKING:
     from groupio.agent.network import Network
@@ -259,18 +259,29 @@ class Driver:
                 self.do(lambda r=received: self.desk.take(peer, r))  # type: ignore[misc]
         except ChannelClosed as error:
             if str(error) != PEER_CLOSED:
-                log.warning("client %s: %s", peer.hello, error)
+                log.warning("%s is dropped: %s", peer, error)
             self.disconnect(peer)
 
     def send(self, peer: Peer, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send without waiting; a client that is gone gets nothing."""
-        if not peer.connected:
+        if not peer.connected or peer.unreachable:
             return
         try:
             is_sent = peer.channel.enqueue(message, fds)
+        except BacklogFull as error:
+            log.warning(
+                "%s is dropped: %s; it is stopped or hangs: look at it with `py-spy dump --pid "
+                "%d`, continue it (SIGCONT) or end it; its saves that are not STAGED fail, and its "
+                "next call connects again",
+                peer,
+                error,
+                peer.pid,
+            )
+            self._unreachable(peer)
+            return
         except ChannelClosed as error:
             # It may have gone before its Hello, as a tool does that is interrupted.
-            log.debug("client of process %d: %s", peer.pid, error)
+            log.debug("%s: %s", peer, error)
             self._unreachable(peer)
             return
         if not is_sent:
@@ -302,6 +313,7 @@ class Driver:
             self.disconnect(peer)
 
         assert self._loop is not None
+        peer.unreachable = True
         self._loop.call_soon(end)
 
     def disconnect(self, peer: Peer) -> None:

@@ -37,6 +37,8 @@ class Peer:
     job: Job | None = None
     notes: tuple[str, ...] = ()
     connected: bool = True
+    unreachable: bool = False
+    """Nothing can be sent to it any more: its connection is about to be closed."""
     process_gone: bool = False
     fenced: bool = False
     """It writes to no memory of this agent any more."""
@@ -51,6 +53,12 @@ class Peer:
     rewound: bool = False
     """A save of it is DURABLE, on the line that it may have asked for."""
     called_at: dict[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        hello = self.hello
+        if hello is None:
+            return f"process {self.pid}, which has not said who it is,"
+        return f"rank {hello.rank} of {hello.store} (process {self.pid})"
 
     @property
     def client(self) -> str:
