@@ -67,6 +67,13 @@ class Received(NamedTuple):
     fds: tuple[int, ...]
 
 
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that came with a message; an error of that releases them too."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
 class Channel:
     """Frames over a connected Unix socket, for blocking callers and for event loops.
 

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
@@ -24,6 +26,7 @@ from groupio.format.items import encode_items, items_id
 from groupio.format.records import (
     InflightRecord,
     RecordKind,
+    decode_inflight,
     decode_record_kind,
     encode_inflight,
     segment_name,
@@ -68,6 +71,16 @@ def announce(store: JobStore, epoch: int, *nodes: str, host: str = "") -> None:
         nodes=nodes,
     )
     store.backend.put("inflight", name, encode_inflight(record), durable=False)
+
+
+def announce_again(store: JobStore, epoch: int, **other: Any) -> None:
+    """As :func:`announce`, with other fields in the record."""
+    announce(store, epoch)
+    name = str(key(epoch))
+    record = decode_inflight(store.backend.read("inflight", name), "")
+    store.backend.delete("inflight", name)
+    made = encode_inflight(msgspec.structs.replace(record, **other))
+    store.backend.put("inflight", name, made, durable=False)
 
 
 def segment(store: JobStore, epoch: int, node: str) -> str:
@@ -137,6 +150,32 @@ def test_an_attempt_without_nodes_is_aborted(store: JobStore) -> None:
     assert kept not in store.backend.list("segments")
     with store.backend.reader("epochs", str(key(7))) as reader:
         assert decode_record_kind(reader.read(0, 64)) is RecordKind.ABORT
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"host": "another"},
+        {"boot_id": "of another machine of this name, or of an earlier boot"},
+        {"pid_space": WRITER.pid_space + 1},
+    ],
+    ids=str,
+)
+def test_what_may_live_where_nobody_can_look_is_left_alone_until_a_save(
+    store: JobStore, other: dict[str, Any]
+) -> None:
+    announce_again(store, 7, **other)
+    with pytest.raises(StorageError, match="left alone until a save begins here"):
+        again(store, fence=False)
+    assert again(store).aborted == (key(7),)
+
+
+@pytest.mark.parametrize("pid_space", [0, WRITER.pid_space])
+def test_a_process_of_this_namespace_that_has_ended_is_not_waited_for(
+    store: JobStore, pid_space: int
+) -> None:
+    announce_again(store, 7, pid_space=pid_space)
+    assert again(store, fence=False).aborted == (key(7),)
 
 
 def test_what_was_prepared_is_committed_whoever_holds_it(store: JobStore) -> None:

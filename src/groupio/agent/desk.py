@@ -20,7 +20,7 @@ from groupio.protocol import effects as fx
 from groupio.protocol import events as ev
 from groupio.protocol import messages as msg
 from groupio.protocol import reasons
-from groupio.wire import Received
+from groupio.wire import Received, close_all
 
 if TYPE_CHECKING:
     from groupio.agent.driver import Driver
@@ -40,8 +40,7 @@ class Desk:
         try:
             self._guard(peer, lambda: self._take(peer, received.message, received.fds))
         finally:
-            for fd in received.fds:
-                os.close(fd)
+            close_all(received.fds)
 
     def _guard(self, peer: Peer, step: Callable[[], None]) -> None:
         try:

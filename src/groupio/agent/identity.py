@@ -19,13 +19,23 @@ class Writer:
     pid: int
     pid_start: int
     host: str
+    pid_space: int = 0
+    """The PID namespace, in which alone ``pid`` is its; 0 when it is not known."""
 
     @classmethod
     def of_this_process(cls) -> Writer:
         """The identity of the calling process."""
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
-        return cls(boot_id, os.getpid(), process_start(os.getpid()), socket.gethostname())
+        pid = os.getpid()
+        return cls(boot_id, pid, process_start(pid), socket.gethostname(), _pid_space())
+
+
+def _pid_space() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def process_start(pid: int) -> int:

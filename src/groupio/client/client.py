@@ -742,6 +742,7 @@ class Client:
     def _greet(self, channel: Channel, timeout_s: float) -> None:
         """Say who this client is, and show which directory it means by its path."""
         from groupio.backend.place import open_place
+        from groupio.wire import close_all
 
         try:
             directory, rest = open_place(self._path)
@@ -752,7 +753,7 @@ class Client:
         try:
             channel.send(self._hello(rest), (directory,), timeout_s=timeout_s)
         finally:
-            os.close(directory)
+            close_all((directory,))
 
     def _hello(self, rest: str = "") -> msg.Hello:
         return msg.Hello(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -249,7 +248,7 @@ class Connection:
 
     def _take(self, received: wire.Received) -> None:
         if not isinstance(received.message, _WITH_DESCRIPTORS):
-            _close_all(received.fds)
+            wire.close_all(received.fds)
         match received.message:
             case msg.Arena():
                 self._on_arena(received.fds)
@@ -283,7 +282,7 @@ class Connection:
         from groupio.client.arena import ClientArena
 
         if len(fds) != 1:
-            _close_all(fds)
+            wire.close_all(fds)
             raise AgentLost(f"the agent sent {len(fds)} descriptors for an arena instead of one")
         arena = ClientArena(fds[0])
         with self._lock:
@@ -334,7 +333,7 @@ class Connection:
             if news is not None:
                 news.put((received.message, received.fds))
                 return
-        _close_all(received.fds)
+        wire.close_all(received.fds)
 
     def _on_standby(self, standby: msg.Standby) -> None:
         if self._arena is None:
@@ -394,11 +393,6 @@ class Connection:
             standby.put(None)
         if arena is not None:
             arena.close()
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _introduce(

@@ -91,7 +91,7 @@ def recover(
                     )
                 )
                 continue
-            if found is None and not fence and (inflight is None or inflight.host != writer.host):
+            if found is None and not fence and (inflight is None or _is_hidden(inflight, writer)):
                 raise _left_alone(backend, key, inflight)
             if found is None:
                 if not _abort(backend, key, inflight):
@@ -245,8 +245,19 @@ def _left_alone(
     )
 
 
+def _is_hidden(record: InflightRecord, writer: Writer) -> bool:
+    """Whether the process of the record lives cannot be seen from here.
+
+    It is on another machine, which may have this one's name, or in another container, where its
+    pid is another process's.
+    """
+    if (record.boot_id, record.host) != (writer.boot_id, writer.host):
+        return True
+    return record.pid_space != writer.pid_space and 0 not in (record.pid_space, writer.pid_space)
+
+
 def _lives(record: InflightRecord, writer: Writer) -> bool:
-    if record.boot_id != writer.boot_id or record.host != writer.host:
+    if _is_hidden(record, writer):
         return False
     if (record.pid, record.pid_start) == (writer.pid, writer.pid_start) or not record.pid_start:
         return False

@@ -384,6 +384,7 @@ class JobStore:
             host=self.writer.host,
             segments=(),
             nodes=effect.nodes,
+            pid_space=self.writer.pid_space,
         )
         try:
             self.backend.put("inflight", str(effect.key), encode_inflight(record), durable=False)

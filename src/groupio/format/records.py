@@ -115,6 +115,8 @@ class InflightRecord(msgspec.Struct, frozen=True):
     segments: Annotated[tuple[Text, ...], Meta(max_length=SEGMENTS_MAX)]
     nodes: Annotated[tuple[Text, ...], Meta(max_length=WORLD_SIZE_MAX)] = ()
     """The nodes whose agents hold the bytes; none where only ``host`` does."""
+    pid_space: Count = 0
+    """The PID namespace of ``pid``, by its inode; 0 where it is not known."""
 
 
 class StoreRecord(msgspec.Struct, frozen=True):

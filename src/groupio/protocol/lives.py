@@ -67,7 +67,7 @@ class Lives(JobState):
             other = self._clients[holder]
             if other.alive:
                 return [], reasons.twins(event.rank, other.process, event.process)
-            if other.process != event.process:
+            if not self._is_of(other, event):
                 self._divide(now, [event.rank], event)
                 return self._raise(event, known, f"rank {event.rank} restarted")
             if event.rewind_to is not None and event.rewind_to != self._newest_staged():
@@ -122,7 +122,7 @@ class Lives(JobState):
         for rank in free:
             seats[rank].incarnation = 0
         for peer in self.presence.until(last, self._life()):
-            if peer.rank not in old.clients and peer.process != by.process:
+            if peer.rank not in old.clients and not self._is_of(peer, by):
                 self._client(peer).incarnation = old.number
 
     def _other_world(
@@ -286,6 +286,11 @@ class Lives(JobState):
         client = self._clients[name]
         node = client.node if self.nodes.known else ""  # one agent's clients do not name it
         return node, client.process if client.process.pid > 0 else name
+
+    def _is_of(self, client: Client | ev.ClientArrived, event: ev.MemberOpened) -> bool:
+        """The client is one of the process that opens a save; pids are those of a node."""
+        is_here = not self.nodes.known or client.node == event.node
+        return is_here and client.process == event.process
 
     def _note_ended(self, name: str) -> None:
         """The end of a client is that of its process's earlier clients, too."""

@@ -128,6 +128,7 @@ class Presence:
             if other is not person
             and not other.process_gone
             and other.arrived.process == person.arrived.process
+            and other.arrived.node == person.arrived.node
             and (other.life, other.arrived.rank) == (person.life, person.arrived.rank)
         ]
 
