@@ -106,10 +106,12 @@ def test_another_user_is_refused_without_a_word_of_the_job(
     )
     assert stranger.returncode == 0, stranger.stderr
     found = json.loads(stranger.stdout)
-    assert len(found["ports"]) == 3, "one for control, two for data"
+    # One for control, two for data; that of an agent that would have been the controller, too.
+    count = len(found["ports"])
+    assert count in (3, 4)
     assert all(why == "Permission denied" for why in found["opened"].values()), found["opened"]
-    assert found["zmq"] == [[]] * 3
-    assert found["joined"] == [[]] * 9
+    assert found["zmq"] == [[]] * count
+    assert found["joined"] == [[]] * 3 * count
     assert set(found["pulled"]) <= {"refused", "lost", "gone"}, found["pulled"]
     assert "refused" in found["pulled"]
     said = "".join(found["plain"]) + stranger.stderr.encode().hex()

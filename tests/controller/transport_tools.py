@@ -131,10 +131,11 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         self.server.close()
-        self.break_all()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.break_all()
+        await asyncio.sleep(0)  # only then the sockets are closed
 
     def break_all(self) -> None:
         """End every connection; new ones may come."""
@@ -143,8 +144,12 @@ class Proxy:
         self.writers.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        accepting = asyncio.current_task()
+        assert accepting is not None
+        self.tasks.add(accepting)
         far_reader, far_writer = await asyncio.open_connection(self.host, self.port)
-        self.writers += [writer, far_writer]
+        self.writers.append(far_writer)
         for side, source, target in (
             ("server", reader, far_writer),
             ("client", far_reader, writer),
